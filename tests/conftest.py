@@ -1,0 +1,43 @@
+"""Fixtures for tests with several ranks: processes that live as long as the test session, started when first asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.ranks import RankPool
+
+
+@pytest.fixture(scope="session")
+def ranks2() -> Iterator[RankPool]:
+    """Two ranks on the CPU."""
+    with RankPool(2) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="session")
+def ranks4() -> Iterator[RankPool]:
+    """Four ranks on the CPU."""
+    with RankPool(4) as pool:
+        yield pool
+
+
+def _gpu_ranks(world: int) -> Iterator[RankPool]:
+    if torch.cuda.device_count() < world:
+        pytest.skip(f"needs {world} GPUs, {torch.cuda.device_count()} are here")
+    with RankPool(world, device="cuda") as pool:
+        yield pool
+
+
+@pytest.fixture(scope="session")
+def gpu_ranks2() -> Iterator[RankPool]:
+    """Two ranks with one GPU each."""
+    yield from _gpu_ranks(2)
+
+
+@pytest.fixture(scope="session")
+def gpu_ranks4() -> Iterator[RankPool]:
+    """Four ranks with one GPU each."""
+    yield from _gpu_ranks(4)

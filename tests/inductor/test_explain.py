@@ -1,0 +1,103 @@
+"""What `explain` prints, and what it leaves behind: nothing."""
+
+from __future__ import annotations
+
+import expecttest
+import torch
+from inductor_graphs import NAMES, all_reduce, sequence_parallel_mlp, sequence_parallel_swiglu
+from torch._dynamo.utils import counters
+
+from torch_triton_dist import config
+from torch_triton_dist.explain import explain
+from torch_triton_dist.inductor import compat, enabled, is_enabled
+
+
+def plain(explanation) -> str:
+    return str(explanation).replace(f"group '{NAMES[2]}'", "group 'tp'")
+
+
+class TestText(expecttest.TestCase):
+    maxDiff = None
+
+    def test_training(self):
+        text = explain(sequence_parallel_mlp(2))(torch.randn(2, 4, 32, requires_grad=True))
+        self.assertExpectedInline(
+            plain(text),
+            """\
+4 of 4 collectives are fused
+forward graph
+  all_gather_into_tensor: fused into all_gather_matmul
+      gather [2, 4, 32] on dim 1 @ [32, 32], gathered tensor kept; float32, group 'tp' of 2
+  reduce_scatter_tensor: fused into matmul_reduce_scatter
+      [2, 8, 32] @ [32, 32], sum, scatter on dim 1; float32, group 'tp' of 2
+backward graph
+  all_gather_into_tensor_1: fused into all_gather_matmul
+      gather [2, 4, 32] on dim 1 @ [32, 32], gathered tensor kept; float32, group 'tp' of 2
+  reduce_scatter_tensor_1: fused into matmul_reduce_scatter
+      [2, 8, 32] @ [32, 32], sum, scatter on dim 1; float32, group 'tp' of 2""",
+        )
+
+    def test_inference_with_a_flag_off(self):
+        with torch.no_grad(), config.patch(matmul_reduce_scatter=False):
+            text = explain(sequence_parallel_swiglu(2))(torch.randn(2, 4, 32))
+        self.assertExpectedInline(
+            plain(text),
+            """\
+2 of 3 collectives are fused
+inference graph
+  all_gather_into_tensor: fused into all_gather_matmul
+      gather [2, 4, 32] on dim 1 @ [32, 32] [32, 32]; float32, group 'tp' of 2
+  all_gather_into_tensor_1: fused into all_gather_matmul (shares the kernel of an equal gather)
+      gather [2, 4, 32] on dim 1 @ [32, 32] [32, 32]; float32, group 'tp' of 2
+  reduce_scatter_tensor: not fused: the pattern is switched off in torch_triton_dist.config
+      [4, 4, 32] float32, group 'tp'""",
+        )
+
+    def test_no_collectives(self):
+        text = explain(lambda x: x + 1)(torch.randn(3))
+        self.assertExpectedInline(plain(text), """no collectives: the model compiles as without torch_triton_dist""")
+
+
+def test_leaves_no_trace():
+    explain(lambda x, w: all_reduce(x @ w, "sum", NAMES[2]))(torch.randn(4, 8), torch.randn(8, 4))
+    assert not is_enabled() and not counters["torch_triton_dist"] and not compat.something_was_compiled()
+
+
+def test_what_is_compiled_stays_compiled():
+    frames = []
+    step = torch.compile(lambda x: x.sin(), backend=lambda gm, inputs: (frames.append(gm), gm.forward)[1])
+    step(torch.randn(3))
+    explain(lambda x, w: all_reduce(x @ w, "sum", NAMES[2]))(torch.randn(4, 8), torch.randn(8, 4))
+    step(torch.randn(3))
+    assert len(frames) == 1
+
+
+def test_many_times_for_one_function():
+    def fn(x, w):
+        return all_reduce(x @ w, "sum", NAMES[2])
+
+    with enabled():
+        texts = {str(explain(fn)(torch.randn(4, 8), torch.randn(8, 4))) for _ in range(10)}
+    assert len(texts) == 1 and "1 of 1 collectives are fused" in texts.pop()
+
+
+def test_keyword_arguments_and_graph_breaks():
+    def fn(x, *, w):
+        y = all_reduce(x @ w, "sum", NAMES[2])
+        torch._dynamo.graph_break()
+        return all_reduce(y @ w.t(), "sum", NAMES[2])
+
+    assert len(explain(fn)(torch.randn(4, 8), w=torch.randn(8, 4)).decisions) == 2
+
+
+def test_error_of_the_model_is_passed_on():
+    def fn(x):
+        raise KeyError("mine")
+
+    try:
+        explain(fn)(torch.randn(3))
+    except KeyError as error:
+        assert error.args == ("mine",)
+    else:
+        raise AssertionError("no error")
+    assert not is_enabled()

@@ -1,0 +1,80 @@
+"""What a distributed kernel does to the context and the heap, in Python: the runtime's tests need no compiler.
+
+`exchange` writes the rank's data into the heap of every peer, raises their flags, waits for theirs, and leaves, as the kernels of
+`torch_triton_dist.kernels` do, with one program.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+
+import torch
+
+from torch_triton_dist import runtime
+from torch_triton_dist.runtime import layout
+
+KERNEL_ID = 3
+SIGNATURE = "matmul_all_reduce(x [4, 4], weight [4, 4], torch.float32)"
+CPU = torch.device("cpu")
+
+
+def words(address: int, count: int) -> ctypes.Array:
+    return (ctypes.c_int64 * count).from_address(address)
+
+
+def launch(group: str, value: int, nbytes: int = 1024, nflags: int = 64, signature: str = SIGNATURE) -> list[int]:
+    """One launch that sends `value` to all ranks; the values of all ranks."""
+    context = runtime.launch_context(CPU, group, nbytes, nflags, signature)
+    values = exchange(context, value)
+    runtime.after_launch(group)
+    return values
+
+
+def exchange(context: torch.Tensor, value: int) -> list[int]:
+    table = words(context.data_ptr(), context.numel())
+    me, world, n = table[layout.RANK], table[layout.WORLD], table[layout.LAUNCH]
+    heaps = [table[layout.HEAPS + rank] for rank in range(world)]
+    flags = (n % 2) * table[layout.FLAGS_STRIDE]
+    data = table[layout.DATA_START] + (n % 2) * table[layout.DATA_STRIDE]
+    for peer in range(world):
+        words(heaps[peer] + data, world)[me] = value
+        words(heaps[peer] + flags, world)[me] = n
+    values = []
+    for peer in range(world):
+        if wait(table, words(heaps[me] + flags, world), peer, n):
+            values.append(words(heaps[me] + data, world)[peer])
+    table[layout.CLAIM] = table[layout.TICKET] = 0
+    table[layout.LAUNCH] = n + 1
+    return values
+
+
+def wait(table: ctypes.Array, flags: ctypes.Array, index: int, n: int) -> bool:
+    start = time.monotonic_ns()
+    while flags[index] < n:
+        told = table[layout.ABORT] != 0
+        if told or time.monotonic_ns() - start > table[layout.TIMEOUT_NS]:
+            give_up(table, index, n, flags[index], told)
+            return False
+        time.sleep(0.0002)
+    return True
+
+
+def give_up(table: ctypes.Array, index: int, n: int, seen: int, told: bool) -> None:
+    me, world = table[layout.RANK], table[layout.WORLD]
+    if table[layout.RECORDED] == 0:
+        table[layout.RECORDED] = 1
+        record = words(table[layout.ERROR], layout.RECORD_WORDS)
+        record[layout.RECORD_KERNEL] = KERNEL_ID
+        record[layout.RECORD_FLAG] = index
+        record[layout.RECORD_EXPECTED] = n
+        record[layout.RECORD_SEEN] = seen
+        record[layout.RECORD_RANK] = me
+        record[layout.RECORD_PEER] = index
+        record[layout.RECORD_REASON] = layout.REASON_TOLD if told else layout.REASON_DEADLINE
+        record[layout.RECORD_STATE] = 1
+    if not told:
+        for peer in range(world):
+            control = words(table[layout.HEAPS + world + peer], layout.HEAPS)
+            if control[layout.ABORT] == 0:
+                control[layout.ABORT] = me + 1

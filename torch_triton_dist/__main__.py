@@ -1,0 +1,35 @@
+"""`python -m torch_triton_dist <command>`: the project's commands."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command that `arguments` (default: those of the process) name. Returns the exit status."""
+    about = "torch.compile extension: a matmul and its collective become one distributed Triton kernel."
+    parser = argparse.ArgumentParser(prog="python -m torch_triton_dist", description=about)
+    commands = parser.add_subparsers(dest="command", metavar="command")
+    commands.add_parser("doctor", help="what this machine offers, and what is missing")
+    demo = commands.add_parser("demo", help="train a small Llama-style model on several ranks, with and without the extension")
+
+    # Only the command that runs imports what it needs: `--help` is instant, and `doctor` works where torch does not.
+    words = sys.argv[1:] if arguments is None else arguments
+    if words[:1] == ["demo"]:
+        from . import demo as demo_module
+
+        demo_module.add_arguments(demo)
+    options = parser.parse_args(words)
+    if options.command == "demo":
+        return demo_module.main(options)
+    if options.command == "doctor":
+        from . import doctor as doctor_module
+
+        return doctor_module.main()
+    parser.print_help()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

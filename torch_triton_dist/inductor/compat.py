@@ -1,0 +1,88 @@
+"""Everything that depends on the version of torch. Supported: torch 2.11 and newer, with Triton 3.6 and newer."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import fx
+
+TORCH_AT_LEAST = (2, 11)
+TRITON_AT_LEAST = (3, 6)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+
+
+def triton_version() -> str | None:
+    """Version of Triton as installed, or None. Does not import it."""
+    for name in ("triton", "pytorch-triton", "triton-rocm", "pytorch-triton-rocm", "triton-xpu", "pytorch-triton-xpu"):
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def check_supported() -> None:
+    """Raises RuntimeError, in one sentence, where this torch or Triton cannot work."""
+    import torch
+
+    if _numbers(torch.__version__) < TORCH_AT_LEAST:
+        raise RuntimeError(f"torch_triton_dist needs torch 2.11 or newer, and this is torch {torch.__version__}.")
+    version = triton_version()
+    if version is None:
+        raise RuntimeError("torch_triton_dist needs Triton 3.6 or newer, and no Triton is installed (pip install triton).")
+    if _numbers(version) < TRITON_AT_LEAST:
+        raise RuntimeError(f"torch_triton_dist needs Triton 3.6 or newer, and this is Triton {version}.")
+    if not torch.distributed.is_available():
+        raise RuntimeError("torch_triton_dist needs torch.distributed, and this torch was built without it.")
+
+
+def something_was_compiled() -> bool:
+    """Whether Dynamo has compiled anything since its last reset."""
+    convert_frame = sys.modules.get("torch._dynamo.convert_frame")
+    return convert_frame is not None and bool(convert_frame.output_codes.seen or convert_frame.input_codes.seen)
+
+
+def cannot_call_kernels() -> bool:
+    """Whether the wrapper being compiled is none that calls Python: C++ wrapper, AOTInductor, FX wrapper."""
+    from torch._inductor import config
+    from torch._inductor.virtualized import V
+
+    return bool(config.cpp_wrapper or getattr(config, "fx_wrapper", False) or getattr(V, "aot_compilation", False) is True)
+
+
+def graph_kind() -> str:
+    """ "forward", "backward" or "inference": which graph AOTAutograd is compiling, "" outside of it."""
+    from torch._guards import TracingContext
+
+    context = TracingContext.try_get()
+    # aot_graph_name is a list of parts in some versions, a string such as "model__0_forward_1" in others
+    name = str(getattr(context, "aot_graph_name", None) or "")
+    return next((kind for kind in ("forward", "backward", "inference") if kind in name), "")
+
+
+def run_post_grad_passes(gm: fx.GraphModule, example_inputs: Sequence[Any], is_inference: bool) -> None:
+    """What compile_fx_inner does to a graph before it lowers it."""
+    import torch
+    from torch._inductor import compile_fx
+    from torch._inductor.fx_passes.post_grad import view_to_reshape
+    from torch._inductor.virtualized import V
+
+    view_to_reshape(gm)
+    with torch.no_grad():
+        fake_mode = compile_fx.fake_tensor_prop(gm, example_inputs)
+    with V.set_fake_mode(fake_mode):
+        compile_fx._recursive_post_grad_passes(gm, is_inference=is_inference)
+
+
+def boxed(function: Callable[..., Any]) -> Callable[..., Any]:
+    from torch._functorch.aot_autograd import make_boxed_func
+
+    return make_boxed_func(function)

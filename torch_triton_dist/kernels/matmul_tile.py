@@ -1,0 +1,61 @@
+"""One tile of a matmul, accumulated in fp32: what all kernels compute between their waits and their sends."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def matmul_tile(
+    a,
+    b,
+    rows,
+    cols,
+    row_mask,
+    col_mask,
+    K,
+    stride_am,
+    stride_ak,
+    stride_bk,
+    stride_bn,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
+):
+    """fp32 [BLOCK_M, BLOCK_N] = a[rows, :] @ b[:, cols].
+
+    a: [*, K] and b: [K, *] of one dtype, any strides (in elements). rows: [BLOCK_M], cols: [BLOCK_N] indices; where row_mask or
+    col_mask is False the result is 0 and nothing is read. EVEN promises that both masks are all True and BLOCK_K divides K.
+    The pointers of `a` may carry a token (`dl.consume_token`): nothing is read before the wait it stands for.
+    """
+    ks = tl.arange(0, BLOCK_K)
+    a_ptrs = a + rows.to(tl.int64)[:, None] * stride_am + ks[None, :] * stride_ak
+    b_ptrs = b + ks[:, None] * stride_bk + cols.to(tl.int64)[None, :] * stride_bn
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for k in range(0, tl.cdiv(K, BLOCK_K)):
+        if EVEN:
+            a_tile = tl.load(a_ptrs)
+            b_tile = tl.load(b_ptrs)
+        else:
+            k_mask = ks < K - k * BLOCK_K
+            a_tile = tl.load(a_ptrs, mask=row_mask[:, None] & k_mask[None, :], other=0.0)
+            b_tile = tl.load(b_ptrs, mask=k_mask[:, None] & col_mask[None, :], other=0.0)
+        acc = tl.dot(a_tile, b_tile, acc, input_precision=INPUT_PRECISION)
+        a_ptrs += BLOCK_K * stride_ak
+        b_ptrs += BLOCK_K * stride_bk
+    return acc
+
+
+@triton.jit
+def swizzle(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
+    """(row, column) of a tile in grouped order: GROUP_M rows of tiles share each column of B while it is in cache.
+
+    With tiles_m=3, tiles_n=2, GROUP_M=2 the tiles 0..5 are (0,0) (1,0) (0,1) (1,1) (2,0) (2,1)."""
+    group = tile // (GROUP_M * tiles_n)
+    first = group * GROUP_M
+    height = tl.minimum(tiles_m - first, GROUP_M)
+    inside = tile % (GROUP_M * tiles_n)
+    return first + inside % height, inside // height

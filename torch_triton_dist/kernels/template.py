@@ -1,0 +1,161 @@
+"""A distributed kernel as a template: one Jinja source, rendered by Inductor into the generated module, or here for an eager launch.
+
+The source uses the vocabulary of Inductor's `TritonTemplate`: `def_kernel`, `size`, `stride`, `store_output`. Rendering for an eager
+launch gives the same kernel with sizes and strides as arguments and a plain store as its epilogue.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import linecache
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jinja2
+import torch
+
+# What a rendered source needs at its top, in Inductor's module and in ours.
+IMPORTS = """\
+from torch_triton_dist import language as dl
+from torch_triton_dist.kernels.matmul_tile import matmul_tile, swizzle
+"""
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_TRITON_DTYPES = {torch.float32: "tl.float32", torch.bfloat16: "tl.bfloat16", torch.float16: "tl.float16"}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one kernel runs on one problem: decided from what all ranks see alike (shapes, dtype, world size, device type).
+
+    nbytes, nflags: data bytes and flags that the kernel uses in each half of the heap.
+    programs: size of the grid. constants: the `tl.constexpr` values. signature: text that must be the same on all ranks.
+    """
+
+    kernel: str
+    nbytes: int
+    nflags: int
+    programs: int
+    constants: dict[str, Any] = field(hash=False)
+    num_warps: int
+    num_stages: int
+    signature: str
+
+
+def triton_dtype(dtype: torch.dtype) -> str:
+    """Name of a dtype in a kernel's source."""
+    return _TRITON_DTYPES[dtype]
+
+
+def cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def align(nbytes: int) -> int:
+    """Next multiple of the heap's alignment."""
+    from ..runtime.layout import ALIGNMENT
+
+    return cdiv(nbytes, ALIGNMENT) * ALIGNMENT
+
+
+def grid_programs(tiles: int, device_type: str, index: int | None = None) -> int:
+    """Programs to launch for `tiles` claimable tiles: one a processor, never more than tiles; `config.num_programs` overrides."""
+    from .. import config
+
+    if config.num_programs > 0:
+        return config.num_programs
+    if device_type == "cuda":
+        processors = torch.cuda.get_device_properties(index or 0).multi_processor_count if torch.cuda.is_available() else 132
+    else:
+        processors = torch.get_num_threads()
+    return max(1, min(tiles, processors))
+
+
+def input_precision(dtype: torch.dtype) -> str:
+    """fp32 products use TF32 only where torch's own matmul would."""
+    return "tf32" if dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32 else "ieee"
+
+
+class _EagerEnvironment:
+    """The template vocabulary for an eager launch; collects the arguments that the source asks for."""
+
+    def __init__(self, constants: dict[str, Any]) -> None:
+        self.constants = constants
+        self.inputs: list[str] = []
+        self.scalars: list[str] = []
+
+    def def_kernel(self, *inputs: str) -> str:
+        self.inputs = list(inputs)
+        return "@DEF_KERNEL@"
+
+    def _scalar(self, name: str) -> str:
+        if name not in self.scalars:
+            self.scalars.append(name)
+        return name
+
+    def size(self, name: str, dim: int) -> str:
+        return self._scalar(f"{name}_size_{dim}")
+
+    def stride(self, name: str, dim: int) -> str:
+        return self._scalar(f"{name}_stride_{dim}")
+
+    def store_output(self, indices: tuple[str, ...], value: str, mask: str, indent_width: int = 4, val_shape: object = None) -> str:
+        terms = " + ".join(f"({index}) * {self._scalar(f'OUT_stride_{dim}')}" for dim, index in enumerate(indices))
+        return f"tl.store(OUT + ({terms}), ({value}).to(OUT.dtype.element_ty), mask={mask})"
+
+    def header(self, name: str) -> str:
+        arguments = ", ".join([*self.inputs, "OUT", *self.scalars])
+        constants = "".join(f"    {key}: tl.constexpr = {value}\n" for key, value in self.constants.items())
+        return f"@triton.jit\ndef {name}({arguments}):\n{constants}"
+
+
+@dataclass
+class EagerKernel:
+    """A rendered template: the Triton function and the order of its arguments."""
+
+    fn: Any
+    source: str
+    inputs: list[str]
+    scalars: list[str]
+
+    def arguments(self, tensors: dict[str, torch.Tensor]) -> list[Any]:
+        """Arguments in order, from tensors by name; sizes and strides are read off them (elements)."""
+        args: list[Any] = [tensors[name] for name in [*self.inputs, "OUT"]]
+        for name in self.scalars:
+            tensor, kind, dim = name.rsplit("_", 2)
+            args.append(tensors[tensor].size(int(dim)) if kind == "size" else tensors[tensor].stride(int(dim)))
+        return args
+
+
+@functools.cache
+def _render(name: str, source: str, constants: tuple[tuple[str, Any], ...], inputs: tuple[str, ...]) -> EagerKernel:
+    environment = _EagerEnvironment(dict(constants))
+    template = jinja2.Environment(undefined=jinja2.StrictUndefined).from_string(source)
+    vocabulary = {key: getattr(environment, key) for key in ("def_kernel", "size", "stride", "store_output")}
+    body = template.render(**vocabulary, INPUTS=inputs, **dict(constants)).strip("\n")
+    code = f"import triton\nimport triton.language as tl\n{IMPORTS}\n\n" + body.replace("@DEF_KERNEL@", environment.header(name)) + "\n"
+    # Triton reads a kernel's source through `inspect`; the line cache serves it without a file.
+    filename = f"<torch_triton_dist {name} {hashlib.sha256(code.encode()).hexdigest()[:16]}>"
+    linecache.cache[filename] = (len(code), None, code.splitlines(keepends=True), filename)
+    namespace: dict[str, Any] = {"__name__": f"torch_triton_dist.kernels.eager.{name}"}
+    exec(compile(code, filename, "exec"), namespace)
+    return EagerKernel(namespace[name], code, environment.inputs, environment.scalars)
+
+
+def eager_kernel(name: str, source: str, constants: dict[str, Any], inputs: Sequence[str]) -> EagerKernel:
+    """Renders `source` for an eager launch; `inputs` are its tensor arguments but for `OUT`, the one that `store_output` writes."""
+    return _render(name, source, tuple(constants.items()), tuple(inputs))
+
+
+def launch(plan: Plan, source: str, tensors: dict[str, torch.Tensor], group: str, inputs: Sequence[str]) -> None:
+    """Launches the kernel of `plan` on this rank: every rank of `group` has to make the same call."""
+    from .. import runtime
+
+    device = tensors["OUT"].device
+    context = runtime.launch_context(device, group, plan.nbytes, plan.nflags, plan.signature)
+    kernel = eager_kernel(plan.kernel, source, plan.constants, inputs)
+    arguments = kernel.arguments({**tensors, "CTX": context})
+    kernel.fn[(plan.programs, 1, 1)](*arguments, num_warps=plan.num_warps, num_stages=plan.num_stages)
+    runtime.after_launch(group)

@@ -1,0 +1,34 @@
+"""The device language: what a distributed Triton kernel calls to reach the other ranks of its group.
+
+`from torch_triton_dist import language as dl`, next to `triton.language as tl`. Every function takes the *context* of the group (the
+int64 table of `torch_triton_dist.runtime.layout`) as `ctx`; the kernel receives it as an argument, so that one compiled kernel serves
+every rank and every group.
+
+| call | meaning |
+|---|---|
+| `rank(ctx=)`, `num_ranks(ctx=)` | this rank, and the number of ranks, of the group |
+| `symm_at(ptr, rank, ctx=)` | the address at which this rank sees `ptr` in the heap of `rank` |
+| `wait(ptr, num, scope, semantic, waitValue, ctx=)` | spin until flags have reached a value; returns a token |
+| `consume_token(ptr, token)` | the same pointer, but no load through it can move above the wait |
+| `notify(ptr, rank, signal, ctx=)` | make this program's stores visible, then raise a flag of `rank` |
+| `launch_number`, `flags`, `heap` | number of this launch, and its half of the flags and of the data |
+| `claim`, `leave`, `alive` | next tile to work on; end of a program; whether the group is sound |
+"""
+
+from .core import alive, claim, clock_ns, consume_token, flags, heap, launch_number, leave, notify, num_ranks, rank, symm_at, wait
+
+__all__ = [
+    "alive",
+    "claim",
+    "clock_ns",
+    "consume_token",
+    "flags",
+    "heap",
+    "launch_number",
+    "leave",
+    "notify",
+    "num_ranks",
+    "rank",
+    "symm_at",
+    "wait",
+]

@@ -1,0 +1,245 @@
+"""Ranks, symmetric addresses, flags and tile claims in stock Triton.
+
+One source for the CPU backend, CUDA and HIP: pointer arithmetic on the addresses of the context table and scalar atomics. A scalar
+`tl.atomic_add(p, 0, sem="acquire", scope="sys")` compiles to a plain acquire load on NVIDIA and AMD (`ld.acquire.sys`), so polling
+costs no read-modify-write on the link.
+
+NOTE [order of data and flags]
+    Producer: the stores of all threads of the program, a block barrier, one `release.sys` write of the flag by one thread (`notify`).
+    Consumer: one thread's `acquire.sys` spin, a block barrier (Triton emits it to hand the scalar to all threads), loads (`wait`).
+    The barriers make the stores of every thread happen before the release and the acquire happen before the loads of every thread,
+    so a consumer that has seen the flag sees the data. `consume_token` keeps the compiler honest: the address of each load behind a
+    wait depends on the value that the wait has read.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language import core
+
+from ..runtime import layout
+
+RANK = tl.constexpr(layout.RANK)
+WORLD = tl.constexpr(layout.WORLD)
+LAUNCH = tl.constexpr(layout.LAUNCH)
+CLAIM = tl.constexpr(layout.CLAIM)
+TICKET = tl.constexpr(layout.TICKET)
+TIMEOUT_NS = tl.constexpr(layout.TIMEOUT_NS)
+ABORT = tl.constexpr(layout.ABORT)
+RECORDED = tl.constexpr(layout.RECORDED)
+ERROR = tl.constexpr(layout.ERROR)
+FLAGS_STRIDE = tl.constexpr(layout.FLAGS_STRIDE)
+DATA_START = tl.constexpr(layout.DATA_START)
+DATA_STRIDE = tl.constexpr(layout.DATA_STRIDE)
+HEAPS = tl.constexpr(layout.HEAPS)
+
+RECORD_STATE = tl.constexpr(layout.RECORD_STATE)
+RECORD_KERNEL = tl.constexpr(layout.RECORD_KERNEL)
+RECORD_FLAG = tl.constexpr(layout.RECORD_FLAG)
+RECORD_EXPECTED = tl.constexpr(layout.RECORD_EXPECTED)
+RECORD_SEEN = tl.constexpr(layout.RECORD_SEEN)
+RECORD_RANK = tl.constexpr(layout.RECORD_RANK)
+RECORD_PEER = tl.constexpr(layout.RECORD_PEER)
+RECORD_REASON = tl.constexpr(layout.RECORD_REASON)
+REASON_DEADLINE = tl.constexpr(layout.REASON_DEADLINE)
+REASON_TOLD = tl.constexpr(layout.REASON_TOLD)
+
+NO_TILE = tl.constexpr(2**31 - 1)
+
+# Default arguments: Triton 3.6 does not take a plain string for a constexpr default of a function that a kernel calls.
+SET = tl.constexpr("set")
+INTRA_NODE = tl.constexpr("intra_node")
+
+
+@core.extern
+def clock_ns(_semantic=None):
+    """Nanoseconds of a clock of the device that never runs backwards, int64. Only differences mean anything."""
+    backend = _semantic.builder.options.backend_name
+    if backend == "cuda":
+        return core.inline_asm_elementwise(
+            "mov.u64 $0, %globaltimer;", "=l", [], dtype=core.int64, is_pure=False, pack=1, _semantic=_semantic
+        )
+    if backend == "hip":
+        # the reference counter of gfx9 runs at 100 MHz whatever the core clock does
+        ticks = core.inline_asm_elementwise(
+            "s_memrealtime $0\ns_waitcnt lgkmcnt(0)", "=s", [], dtype=core.int64, is_pure=False, pack=1, _semantic=_semantic
+        )
+        return _semantic.mul(ticks, _semantic.to_tensor(10), sanitize_overflow=False)
+    if backend == "cpu":
+        return core.extern_elementwise("", "", [], {(): ("ttd_clock_ns", core.int64)}, is_pure=False, _semantic=_semantic)
+    raise ValueError(f"torch_triton_dist.language has no device clock for the Triton backend {backend!r} (cuda, hip, cpu)")
+
+
+@triton.jit
+def rank(axis: tl.constexpr = -1, ctx=None):
+    """This rank inside the group, int32. Data, never a compile-time constant: all ranks run the same binary. `axis` must be -1."""
+    tl.static_assert(axis == -1, "dl.rank: only axis=-1, the rank in the whole group")
+    return tl.load(ctx + RANK).to(tl.int32)
+
+
+@triton.jit
+def num_ranks(axis: tl.constexpr = -1, ctx=None):
+    """Number of ranks of the group, int32. `axis` must be -1."""
+    tl.static_assert(axis == -1, "dl.num_ranks: only axis=-1, the whole group")
+    return tl.load(ctx + WORLD).to(tl.int32)
+
+
+@triton.jit
+def symm_at(ptr, rank, alignment: tl.constexpr = 1, ctx=None):
+    """Address at which this rank sees, in the heap of `rank`, what `ptr` points to in its own heap. Same type as `ptr`.
+
+    The compiler knows nothing of the alignment of the result: for a `ptr` that is a multiple of 16 bytes say `alignment=16`, and
+    index from there, so that stores are 16 bytes wide. (`tl.multiple_of` around the call would be lost when the call is inlined.)"""
+    mine = tl.load(ctx + HEAPS + tl.load(ctx + RANK))
+    theirs = tl.load(ctx + HEAPS + rank)
+    return tl.multiple_of((theirs + (ptr.to(tl.int64) - mine)).to(ptr.dtype), alignment)
+
+
+@triton.jit
+def launch_number(ctx=None):
+    """Number n of this launch in the group, int64, from 1. It is the value of every flag of this launch."""
+    return tl.load(ctx + LAUNCH)
+
+
+@triton.jit
+def flags(launch, ctx=None):
+    """Pointer to the flags (int64) of the half that launch number `launch` uses, in this rank's heap."""
+    base = tl.load(ctx + HEAPS + tl.load(ctx + RANK))
+    return (base + (launch % 2) * tl.load(ctx + FLAGS_STRIDE)).to(tl.pointer_type(tl.int64))
+
+
+@triton.jit
+def heap(launch, dtype: tl.constexpr, ctx=None):
+    """Pointer (to `dtype`) to the data of the half that launch number `launch` uses, in this rank's heap; 256-byte aligned."""
+    base = tl.load(ctx + HEAPS + tl.load(ctx + RANK))
+    offset = tl.load(ctx + DATA_START) + (launch % 2) * tl.load(ctx + DATA_STRIDE)
+    return tl.multiple_of((base + offset).to(tl.pointer_type(dtype)), 16)
+
+
+@triton.jit
+def claim(ctx=None):
+    """Next tile of this launch, int32, from 0: each number goes to one program of this rank. Larger than any tile once the group has
+    been told to give up, so that a kernel leaves its loops.
+
+    Claiming replaces `program_id`: a single resident program then does all the work in order, and no program waits for one that
+    has not started (NCCL may hold the other multiprocessors, and programs run one after the other on a CPU thread)."""
+    aborted = tl.load(ctx + ABORT, volatile=True)
+    tile = tl.atomic_add(ctx + CLAIM, 1, sem="relaxed", scope="gpu").to(tl.int32)
+    return tl.where(aborted != 0, NO_TILE, tile)
+
+
+@triton.jit
+def _give_up(kernel: tl.constexpr, flag, expected, seen, peer, told, ctx):
+    """Records why this rank gives up (the first record of a rank wins) and, unless a peer has told it to, tells all the others."""
+    me = tl.load(ctx + RANK)
+    if tl.atomic_cas(ctx + RECORDED, tl.full((), 0, tl.int64), tl.full((), 1, tl.int64), sem="acq_rel", scope="sys") == 0:
+        record = tl.load(ctx + ERROR).to(tl.pointer_type(tl.int64))
+        tl.store(record + RECORD_KERNEL, kernel)
+        tl.store(record + RECORD_FLAG, flag)
+        tl.store(record + RECORD_EXPECTED, expected)
+        tl.store(record + RECORD_SEEN, seen)
+        tl.store(record + RECORD_RANK, me)
+        tl.store(record + RECORD_PEER, peer)
+        tl.store(record + RECORD_REASON, tl.where(told, REASON_TOLD, REASON_DEADLINE))
+        # The host watches STATE; the exchange orders it behind the rest. It is made on the context, not on the record, because a
+        # record in host memory may lie across a link without atomics.
+        tl.atomic_xchg(ctx + RECORDED, tl.full((), 2, tl.int64), sem="acq_rel", scope="sys")
+        tl.store(record + RECORD_STATE, 1)
+    if not told:
+        world = tl.load(ctx + WORLD)
+        for i in range(world):
+            control = tl.load(ctx + HEAPS + world + i).to(tl.pointer_type(tl.int64))
+            tl.atomic_cas(control + ABORT, tl.full((), 0, tl.int64), me + 1, sem="acq_rel", scope="sys")
+
+
+@triton.jit
+def alive(ctx=None):
+    """Whether the group is sound, int1: no flag that stands for data may be raised after a wait that gave up."""
+    return tl.load(ctx + ABORT, volatile=True) == 0
+
+
+@triton.jit
+def leave(ctx=None):
+    """Ends a program. The last one of the launch clears the counters and stores the next launch number; call it exactly once, last."""
+    tl.debug_barrier()
+    programs = tl.num_programs(0) * tl.num_programs(1) * tl.num_programs(2)
+    before = tl.atomic_add(ctx + TICKET, 1, sem="acq_rel", scope="gpu")
+    if before == programs - 1:
+        if tl.load(ctx + ABORT, volatile=True) != 0:
+            # Told to give up while it was not waiting: tiles were left out, and the host must hear of it. The record of a wait wins.
+            zero = tl.full((), 0, tl.int64)
+            _give_up(0, zero, zero, zero, tl.full((), -1, tl.int64), tl.full((), 1, tl.int1), ctx)
+        tl.store(ctx + CLAIM, 0)
+        tl.store(ctx + TICKET, 0)
+        tl.store(ctx + LAUNCH, tl.load(ctx + LAUNCH) + 1)
+
+
+@triton.jit
+def notify(ptr, rank, signal=1, sig_op: tl.constexpr = SET, comm_scope: tl.constexpr = INTRA_NODE, ctx=None):
+    """Raises the flag `ptr` (int64, an address of the own heap) in the heap of `rank`, after everything this program stored before is
+    visible there. `sig_op`: "set" stores `signal`, "add" adds it. `comm_scope`: "intra_node" (peer addresses)."""
+    tl.static_assert(comm_scope == "intra_node", "dl.notify: only intra_node transports (host, p2p) are built so far")
+    flag = symm_at(ptr, rank, ctx=ctx)
+    tl.debug_barrier()  # the stores of all threads, see NOTE [order of data and flags]
+    if sig_op == "set":
+        tl.atomic_xchg(flag, signal, sem="release", scope="sys")
+    else:
+        tl.static_assert(sig_op == "add", "dl.notify: sig_op is 'set' or 'add'")
+        tl.atomic_add(flag, signal, sem="release", scope="sys")
+
+
+@triton.jit
+def _wait_slowly(ptr, value, scope: tl.constexpr, semantic: tl.constexpr, kernel: tl.constexpr, peer, ctx):
+    """The rest of `wait` once the first look failed: polls the flag, the abort word and the deadline. Returns what it saw last."""
+    start = clock_ns()
+    limit = tl.load(ctx + TIMEOUT_NS)
+    seen = tl.atomic_add(ptr, 0, sem=semantic, scope=scope)
+    waiting = seen < value
+    while waiting:
+        seen = tl.atomic_add(ptr, 0, sem=semantic, scope=scope)
+        waiting = seen < value
+        if waiting:
+            told = tl.load(ctx + ABORT, volatile=True) != 0
+            late = clock_ns() - start > limit
+            if told | late:
+                base = tl.load(ctx + HEAPS + tl.load(ctx + RANK))
+                index = (ptr.to(tl.int64) - base) % tl.load(ctx + FLAGS_STRIDE) // 8
+                _give_up(kernel, index, value, seen, peer, told, ctx)
+                waiting = waiting & False
+    return seen
+
+
+@triton.jit
+def wait(
+    barrierPtrs,
+    numBarriers,
+    scope: tl.constexpr,
+    semantic: tl.constexpr,
+    waitValue=1,
+    kernel: tl.constexpr = 0,
+    peer=-1,
+    ctx=None,
+):
+    """Spins until each of the `numBarriers` flags (int64, from `barrierPtrs` on) is at least `waitValue`; returns a token.
+
+    scope: "sys" for a flag that a peer raises ("gpu" inside one device); semantic: "acquire".
+    kernel, peer: who waits for whom (an id of `layout.KERNELS`, a rank); they only serve the error message.
+    The wait ends early when the deadline of the context has passed or the group was told to give up; it then records the error,
+    `claim` hands out no further tile, and the host raises: what the kernel has written by then is never handed to the user.
+    """
+    tl.static_assert(semantic == "acquire", "dl.wait: semantic is 'acquire'")
+    token = tl.full((), 0, tl.int64)
+    for i in range(numBarriers):
+        seen = tl.atomic_add(barrierPtrs + i, 0, sem=semantic, scope=scope)
+        if seen < waitValue:
+            seen = _wait_slowly(barrierPtrs + i, waitValue, scope, semantic, kernel, peer, ctx)
+        # Zero, since flags are never negative; but the compiler cannot know, and has to read the flag first.
+        token += tl.minimum(seen, 0)
+    return token
+
+
+@triton.jit
+def consume_token(value, token):
+    """`value` (a pointer, or an integer offset), unchanged; whatever is addressed through it comes after the wait that made `token`."""
+    return value + token * 16  # times 16 keeps what the compiler knows of the alignment of `value`

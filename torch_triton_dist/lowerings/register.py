@@ -1,0 +1,99 @@
+"""One lowering per op. They only see shapes, never pointers, and start no collective: ranks compile at different times."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch._inductor.lowering import empty, lowerings, register_lowering, view
+
+from ..kernels import all_gather_matmul as ag_mm
+from ..kernels import matmul_all_reduce as mm_ar
+from ..kernels import matmul_reduce_scatter as mm_rs
+from ..ops import group_size, widest_weight
+from .template import contiguous_rows, launch, realize
+
+aten = torch.ops.aten
+ops = torch.ops.torch_triton_dist
+
+
+def _ints(sizes: Any) -> list[int]:
+    """Static sizes: the matchers leave symbolic shapes alone, and a user's own call gets this error."""
+    try:
+        return [int(size) for size in sizes]
+    except TypeError as error:
+        raise NotImplementedError(f"torch_triton_dist ops need static shapes inside torch.compile, got {list(sizes)}") from error
+
+
+def _rows(x: Any) -> Any:
+    return realize(view(x, [-1, x.get_size()[-1]]))
+
+
+@register_lowering(ops.all_gather_matmul.default, type_promotion_kind=None)
+def _all_gather_matmul(shard, weights, gather_dim, group, *, bias, return_gathered=False):
+    world, shape = group_size(group), _ints(shard.get_size())
+    dim = gather_dim % len(shape)
+    inner = math.prod(shape[dim:-1])
+    rows = contiguous_rows(shard)
+    m, k = _ints(rows.get_size())
+    weights = [realize(weight) for weight in weights]
+    biases = list(bias) or [None] * len(weights)
+    widths = [_ints(weight.get_size())[1] for weight in weights]
+    widest = widest_weight(widths)
+    gather = ag_mm.keeps_gathered(widths, return_gathered)
+    device, dtype = rows.get_device(), rows.get_dtype()
+    chosen = ag_mm.plan(
+        m, widths[widest], k, world, dtype, inner=inner, has_bias=biases[widest] is not None, gather=gather, device=device
+    )
+    tensors = {"A": rows, "B": weights[widest]}
+    if biases[widest] is not None:
+        tensors["BIAS"] = realize(biases[widest])
+    gathered, mutated = None, None
+    if gather:
+        gathered = empty([world * m, k], dtype=dtype, device=device)
+        gathered.realize()
+        tensors["GATHERED"] = gathered
+        mutated = [gathered]
+    inputs = ag_mm.inputs(biases[widest] is not None, gather)
+    product = launch(chosen, group, tensors, inputs, [world * m, widths[widest]], mutated)
+    outputs = []
+    for index, (weight, one) in enumerate(zip(weights, biases, strict=True)):
+        if index == widest:
+            output = product
+        elif one is None:
+            output = lowerings[aten.mm.default](gathered, weight)
+        else:
+            output = lowerings[aten.addmm.default](one, gathered, weight)
+        outputs.append(view(output, _gathered_shape(shape, dim, world, widths[index])))
+    return outputs, view(gathered, _gathered_shape(shape, dim, world, k)) if return_gathered else None
+
+
+def _gathered_shape(shape: list[int], dim: int, world: int, last: int) -> list[int]:
+    return [*(size * world if index == dim else size for index, size in enumerate(shape[:-1])), last]
+
+
+@register_lowering(ops.matmul_reduce_scatter.default, type_promotion_kind=None)
+def _matmul_reduce_scatter(x, weight, scatter_dim, reduce_op, group, *, bias=None):
+    world, shape = group_size(group), _ints(x.get_size())
+    dim = scatter_dim % len(shape)
+    rows, weight = _rows(x), realize(weight)
+    (m, k), n = _ints(rows.get_size()), _ints(weight.get_size())[1]
+    inner = mm_rs.inner_rows(tuple(shape), dim, world)
+    chosen = mm_rs.plan(
+        m, n, k, world, rows.get_dtype(), inner=inner, reduce_op=reduce_op, has_bias=bias is not None, device=rows.get_device()
+    )
+    tensors = {"A": rows, "B": weight, **({"BIAS": realize(bias)} if bias is not None else {})}
+    out = launch(chosen, group, tensors, mm_rs.inputs(bias is not None), [m // world, n])
+    return view(out, [*(size // world if index == dim else size for index, size in enumerate(shape[:-1])), n])
+
+
+@register_lowering(ops.matmul_all_reduce.default, type_promotion_kind=None)
+def _matmul_all_reduce(x, weight, reduce_op, group, *, bias=None):
+    world, shape = group_size(group), _ints(x.get_size())
+    rows, weight = _rows(x), realize(weight)
+    (m, k), n = _ints(rows.get_size()), _ints(weight.get_size())[1]
+    chosen = mm_ar.plan(m, n, k, world, rows.get_dtype(), reduce_op=reduce_op, has_bias=bias is not None, device=rows.get_device())
+    tensors = {"A": rows, "B": weight, **({"BIAS": realize(bias)} if bias is not None else {})}
+    out = launch(chosen, group, tensors, mm_ar.inputs(bias is not None), [m, n])
+    return view(out, [*shape[:-1], n])

@@ -1,0 +1,168 @@
+"""Runtime: one symmetric heap per process group, launch numbers, errors. What generated code and eager launchers call.
+
+    context = launch_context(device, group_name, nbytes, nflags, signature)      # before each launch
+    kernel[grid](..., context, ...)
+    after_launch(group_name)                                                     # after it
+
+Transports: `host` (device cpu, processes that share memory) and `p2p` (device cuda, peer-to-peer inside a host).
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .. import config
+from . import groups
+from .errors import DistributedKernelError
+from .heap import SymmetricHeap
+from .watchdog import Watchdog
+
+__all__ = ["DistributedKernelError", "after_launch", "check", "heap_report", "launch_context", "reset"]
+
+_heaps: dict[tuple[str, str], SymmetricHeap] = {}  # (group name, device type)
+_routes: dict[tuple[str, torch.device], SymmetricHeap] = {}  # the same for the launch path: device.type is slow to ask for
+_last: dict[str, SymmetricHeap] = {}  # group name -> heap of the last launch
+_incarnations: dict[tuple[str, str, tuple[int, ...]], int] = {}
+_lock = threading.RLock()
+_watchdog = Watchdog()
+_forked = False
+_inherited: list[SymmetricHeap] = []
+
+
+def launch_context(device: torch.device, group_name: str, nbytes: int, nflags: int, signature: str) -> torch.Tensor:
+    """Context of a group for one launch: call it right before the launch, and `after_launch` right after.
+
+    The first call for a group makes its heap, a call that needs more than the heap has grows it; both are collective, and so
+    every rank of the group has to make the same launches in the same order. Other calls cost a few dictionary lookups and
+    comparisons.
+
+    Args:
+        device: where the kernel runs, cpu or cuda.
+        group_name: name of the process group.
+        nbytes, nflags: data bytes and flags that the kernel uses in each half of the heap.
+        signature: what the kernel computes, `name(shapes, dtype, ...)`; equal on all ranks, compared at the first launch.
+
+    Returns:
+        int64 tensor on `device`, at one address for the life of the group; its words are described in `runtime.layout`.
+
+    Raises:
+        DistributedKernelError: an earlier kernel of the group has failed (until `reset`), a rank is gone, the ranks run different
+            kernels, or the heap could not be made.
+        RuntimeError: no such group, or a fake one; a first launch or a growth under CUDA-graph capture.
+    """
+    heap = _routes.get((group_name, device))
+    if heap is None or not heap.is_current():
+        heap = _routes[group_name, device] = _new_heap(device, group_name)
+    context = heap.enter(nbytes, nflags, signature)
+    _last[group_name] = heap
+    return context
+
+
+def after_launch(group_name: str) -> None:
+    """To be called after each launch. On cpu the launch has ended and its error is raised; on cuda an error that is known by now.
+
+    Raises:
+        DistributedKernelError: the kernel gave up.
+    """
+    heap = _last.get(group_name)
+    if heap is not None:
+        heap.leave()
+
+
+def check() -> None:
+    """Raises if a kernel of this process has reported an error. On cuda, synchronise first to hear of kernels in flight.
+
+    Raises:
+        DistributedKernelError: of the first group that has one.
+    """
+    for heap in list(_heaps.values()):
+        error = heap.failure(launched=True)
+        if error is not None:
+            raise error
+
+
+def reset(group: dist.ProcessGroup | str | None = None) -> None:
+    """Makes a group usable again after an error. Collective over the group: all its ranks call it, within `config.timeout_s`.
+
+    Drains the device, clears flags, error record and agreement, starts again at launch 1 with a new heap generation.
+
+    Args:
+        group: process group, its name, or None for the world.
+
+    Raises:
+        DistributedKernelError: a rank is gone (restart the job), or did not come in time.
+    """
+    name = groups.group_name(group)
+    with _lock:
+        heaps = [heap for (owner, _), heap in sorted(_heaps.items()) if owner == name and heap.is_current()]
+    if not heaps:
+        # This rank has not launched anything in the group, its peers may have: it takes part all the same.
+        found = groups.find_group(name)
+        kind = "cuda" if dist.get_backend(found) == "nccl" else "cpu"
+        heaps = [_new_heap(torch.device(kind), name)]
+    for heap in heaps:
+        heap.reset(config.checked("timeout_s"))
+
+
+def heap_report() -> list[dict[str, Any]]:
+    """One entry per heap of this process: group, rank, world, device, transport, bytes, flags (a half), generation, and needs:
+    kernel -> (data bytes, flags) of its largest launch."""
+    return [heap.report() for heap in list(_heaps.values()) if heap.is_current()]
+
+
+def _new_heap(device: torch.device, name: str) -> SymmetricHeap:
+    if _forked:
+        raise RuntimeError(
+            "this process was forked from one that had used torch_triton_dist; distributed kernels run in processes that are "
+            "started fresh (multiprocessing's spawn or forkserver)"
+        )
+    with _lock:
+        key = (name, device.type)
+        heap = _heaps.get(key)
+        if heap is not None and heap.is_current():
+            return heap
+        if heap is not None:
+            _drop(key, heap)
+        group = groups.find_group(name)
+        ranks = (*key, tuple(dist.get_process_group_ranks(group)))
+        _incarnations[ranks] = _incarnations.get(ranks, 0) + 1
+        heap = _heaps[key] = SymmetricHeap(group, name, device, _incarnations[ranks], _watchdog)
+        reference = weakref.ref(heap)
+        weakref.finalize(group, lambda: _drop(key, reference())).atexit = False
+        return heap
+
+
+def _drop(key: tuple[str, str], heap: SymmetricHeap | None) -> None:
+    """Forgets the heap of a group that was destroyed, and gives its memory back."""
+    with _lock:
+        if heap is None or _heaps.get(key) is not heap:
+            return
+        del _heaps[key]
+        if _last.get(key[0]) is heap:
+            del _last[key[0]]
+        for route in [route for route, routed in _routes.items() if routed is heap]:
+            del _routes[route]
+    heap.close()
+
+
+def _after_fork() -> None:
+    """The watchdog thread does not exist in a forked child (a data loader's worker, say), and peers must not be told things by
+    it."""
+    global _forked, _watchdog
+    if _heaps:
+        _forked = True
+        _inherited.extend(_heaps.values())  # kept, never used: freeing GPU memory in a forked child is not possible
+        for table in (_heaps, _routes, _last):
+            table.clear()
+        _watchdog = Watchdog()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+atexit.register(lambda: _watchdog.stop())

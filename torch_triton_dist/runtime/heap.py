@@ -1,0 +1,401 @@
+"""Symmetric heap of one group: made at the first launch, grown when a larger operation comes, shared by all operations of the
+group.
+
+Launches of a group run in one order (NOTE [one order]) and every launch uses one half of the heap (see `layout`), so the heap is
+twice what its largest operation needs, whatever the number of operations.
+
+NOTE [one order]
+    All ranks launch the kernels of a group in the same order. On one rank, a launch belongs to a thread from `enter` to `leave`;
+    another thread (autograd's, say) waits its turn. On a GPU, a launch on another stream than the last one waits for that stream.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import time
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .. import config
+from . import agreement, groups, layout
+from .board import Board
+from .errors import RESET, RESTART, DistributedKernelError, kernel_name, waited
+from .host import HostTransport
+from .peers import Peers
+
+log = logging.getLogger("torch_triton_dist.runtime")
+
+
+class SymmetricHeap:
+    """Control block, heap and state of one process group on one kind of device."""
+
+    def __init__(self, group: dist.ProcessGroup, name: str, device: torch.device, incarnation: int, watchdog: Any) -> None:
+        self.name, self.device = name, device
+        self.group = weakref.ref(group)
+        self.rank, self.world = group.rank(), group.size()
+        ranks = "-".join(map(str, dist.get_process_group_ranks(group)))
+        prefix = f"torch_triton_dist/{name}/{ranks}/{device.type}/{incarnation}"
+        self.board = Board(groups.group_store(group), prefix, name, self.rank, self.world)
+        self.watchdog = watchdog
+        self.peers: Peers | None = None
+        self.transport: Any = None
+        self.heap: Any = None
+        self.nbytes = self.nflags = self.total = 0
+        self.generation = 0
+        self.needs: dict[str, tuple[int, int]] = {}  # signature -> data bytes, flags
+        self.signature = ""  # of the last launch
+        self._growths = 0  # tried in this epoch
+        self._poison: DistributedKernelError | None = None
+        self._timeout_s = 0.0
+        self._on_timeout = "raise"
+        self._abort_from: int | None = None  # launches from this one on were told to give up by our watchdog
+        self._reported = False
+        self._lock = threading.Lock()
+        self._owner = 0  # id of the thread whose turn it is
+
+    def is_current(self) -> bool:
+        """Whether the group is still the one this heap was made for; a destroyed group may come back under the same name."""
+        return groups.is_registered(self.group())
+
+    # --- the launch path
+
+    def enter(self, nbytes: int, nflags: int, signature: str) -> torch.Tensor:
+        """Everything before a launch; returns the context."""
+        if self._owner != threading.get_ident():
+            self._take_turn()
+        try:
+            needs = self.needs.get(signature)
+            if needs is None or nbytes > self.nbytes or nflags > self.nflags or self.heap is None:
+                self._prepare(nbytes, nflags, signature)
+            elif self._poison is not None or self.board.gone or self.transport.failed():
+                self._raise_failure()
+            if config.timeout_s != self._timeout_s:
+                self._set_timeout()
+            self.transport.order()
+        except BaseException:
+            self._release()
+            raise
+        self.signature = signature
+        return self.transport.context
+
+    def leave(self) -> None:
+        """Everything after a launch; raises its error where it is known by now."""
+        if self._owner == threading.get_ident():
+            self._release()
+        if self.transport is not None and self.transport.failed():
+            error = self.failure(launched=True)
+            if error is not None:
+                raise error
+
+    def _take_turn(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            self._wait_for_turn()
+        self._owner = threading.get_ident()
+
+    def _wait_for_turn(self) -> None:
+        timeout_s = config.timeout_s
+        end = time.monotonic() + timeout_s
+        while not self._lock.acquire(timeout=0.2):
+            owner = self._owner
+            if owner and owner not in sys._current_frames():
+                self._release()  # that thread ended between enter and leave
+            elif time.monotonic() > end:
+                raise RuntimeError(
+                    f"rank {self.rank} of group {self.name!r}: another thread has been inside a launch of "
+                    f"{self.signature.split('(')[0]!r} for {timeout_s:g} s; kernels of one group run one after the other"
+                )
+
+    def _release(self) -> None:
+        if self._owner:
+            self._owner = 0
+            self._lock.release()
+
+    def _set_timeout(self) -> None:
+        if self.transport.capturing():
+            return  # the deadline is data, not part of the graph: it changes at the next launch that is not captured
+        seconds = config.checked("timeout_s")
+        self.transport.write({layout.TIMEOUT_NS: min(int(seconds * 1e9), 2**62)})
+        self._timeout_s = config.timeout_s
+
+    # --- first launch of a kernel, growth
+
+    def _prepare(self, nbytes: int, nflags: int, signature: str) -> None:
+        self._raise_failure()
+        self._refuse_capture(f"{signature.split('(')[0]!r} was launched for the first time, or needs a larger heap,")
+        self._on_timeout = config.checked("on_timeout")
+        try:
+            if signature not in self.needs:
+                self._agree(f"{signature}, {nbytes} bytes and {nflags} flags, on {self.device.type}")
+            # Tensors made in inference mode could not be written to outside of it.
+            with torch.inference_mode(False), torch.no_grad():
+                if self.transport is None:
+                    self._connect(config.checked("timeout_s"))
+                if self.heap is None or nbytes > self.nbytes or nflags > self.nflags:
+                    self._grow(max(nbytes, self.nbytes), max(nflags, self.nflags), config.checked("timeout_s"))
+        except DistributedKernelError as failed:
+            self._poison = failed
+            raise
+        self.needs[signature] = (nbytes, nflags)
+
+    def _refuse_capture(self, what: str) -> None:
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"rank {self.rank} of group {self.name!r}: {what} while a CUDA graph is captured. Run the same code once before "
+                "the capture (torch.compile's reduce-overhead mode and torch.cuda.make_graphed_callables do)."
+            )
+
+    def _agree(self, text: str) -> None:
+        try:
+            error = agreement.find_mismatch(self.board, len(self.needs), text)
+        except RuntimeError as failed:
+            raise self.board.error(f"the store of the group does not answer ({failed})", post=False) from failed
+        if error is not None:
+            if self.transport is not None:
+                for peer in range(self.world):  # they may wait in the kernel that we do not run
+                    self.transport.tell(peer, 1 + self.rank)
+            raise error
+
+    def _connect(self, timeout_s: float) -> None:
+        """Collective: sockets to the peers, the watchdog on them, and the control block."""
+        if self.peers is None:
+            self.peers = self.board.guarded("connecting to the other ranks", lambda: Peers(self.board, timeout_s))
+            self.watchdog.watch(self)
+        if self.device.type == "cpu":
+            kind: Any = HostTransport
+        elif self.device.type == "cuda":
+            from .p2p import P2PTransport as kind
+        else:
+            raise RuntimeError(f"there is no transport for device {self.device}: cpu and cuda have one")
+        peers = self.peers
+        self.transport = self.board.guarded("making the control block", lambda: kind(self.device, self.board, peers, timeout_s))
+        self.transport.write({layout.LAUNCH: 1})
+        self.watchdog.nudge()
+
+    def _grow(self, nbytes: int, nflags: int, timeout_s: float) -> None:
+        """Collective: a heap for at least `nbytes` and `nflags` a half. LAUNCH goes on; captured graphs find the new heap in the
+        table.
+
+        The first exchange comes when all launches of this rank have ended. After it, all launches of all ranks have, and nobody
+        writes to the old memory any more. After the last one, all ranks have mapped zero flags.
+        """
+        board, transport = self.board, self.transport
+        self._growths += 1
+        step = f"allocation {self._growths} of the heap"
+        flags_stride, data_start, data_stride, total = layout.heap_layout(nbytes, nflags)
+        transport.drain()
+        sizes = board.exchange(step, total, timeout_s)
+        if len(set(sizes)) > 1:
+            raise board.error(f"the ranks want heaps of different sizes: {sizes} bytes, by rank", post=True, reason="mismatch")
+        memory = board.guarded(step, lambda: transport.allocate(total))
+        try:
+            board.exchange(f"{step}, memory", True, timeout_s)
+        except BaseException:
+            transport.discard(memory)
+            raise
+        heap = board.guarded(step, lambda: transport.map(memory, total, timeout_s))
+        board.exchange(f"{step}, mapped", True, timeout_s)
+        self.generation += 1
+        words = {
+            layout.FLAGS_STRIDE: flags_stride,
+            layout.DATA_START: data_start,
+            layout.DATA_STRIDE: data_stride,
+            layout.GENERATION: self.generation,
+        }
+        transport.write(words | {layout.HEAPS + peer: base for peer, base in enumerate(heap.bases)})
+        self.heap, self.total = heap, total
+        self.nbytes, self.nflags = data_stride, flags_stride // layout.WORD
+
+    # --- errors
+
+    def _raise_failure(self) -> None:
+        error = self.failure()
+        if error is not None:
+            raise error
+
+    def failure(self, launched: bool = False) -> DistributedKernelError | None:
+        """The error of this group, if it has one; poisons the group. `launched`: a launch has just returned."""
+        if self._poison is not None:
+            return self._poison.again()
+        error = self._kernel_failure(launched) or self._peer_failure(launched)
+        if error is None:
+            return None
+        self._poison = error
+        self.board.fail(str(error))
+        self._act("abort" if config.on_timeout == "abort" else "raise", error)
+        return error
+
+    def _kernel_failure(self, launched: bool) -> DistributedKernelError | None:
+        transport = self.transport
+        if transport is None or not transport.failed():
+            return None
+        record = transport.record()
+        if (
+            record is None
+            and self._abort_from is not None
+            and (not launched or transport.read(layout.LAUNCH) - 1 < self._abort_from)
+        ):
+            return None  # told because a peer had gone, after this launch had ended
+        kernel = kernel_name(record, self.signature)
+        if record is not None and record[layout.RECORD_REASON] == layout.REASON_DEADLINE:
+            peer = record[layout.RECORD_PEER]
+            why = self.board.gone.get(peer)
+            text = f"{kernel} gave up: rank {peer} did not come within the deadline of {self._timeout_s:g} s.{waited(record)} "
+            if why:
+                text += f"Rank {peer} {why}. {RESTART}."
+            else:
+                text += f"If the ranks are only slow, raise torch_triton_dist.config.timeout_s. {RESET}."
+            return self._error(text, kernel, peer, "deadline")
+        if self.board.gone:
+            peer, why = next(iter(self.board.gone.items()))
+            return self._error(f"{kernel} gave up: rank {peer} {why}.{waited(record)} {RESTART}.", kernel, peer, "peer exited")
+        teller = transport.read(layout.ABORT) - 1
+        posted = self._posted_failure()
+        what = f"{kernel} gave up" if launched or record else f"no kernel can run after {kernel}"
+        text = f"{what}: aborted by rank {posted[0] if posted else teller}.{waited(record)}"
+        text += f" Its error: {posted[1]}" if posted else f" {RESET}."
+        return self._error(text, kernel, posted[0] if posted else teller, "aborted")
+
+    def _peer_failure(self, launched: bool) -> DistributedKernelError | None:
+        if launched or not self.board.gone:
+            return None
+        peer, why = next(iter(self.board.gone.items()))
+        after = f" The last kernel of this rank was {kernel_name(None, self.signature)}." if self.signature else ""
+        return self._error(f"rank {peer} {why}.{after} {RESTART}.", None, peer, "peer exited")
+
+    def _posted_failure(self) -> tuple[int, str] | None:
+        """The failure that made a peer tell us; it posts it a moment after it has set our abort word."""
+        end = time.monotonic() + 1.0
+        while time.monotonic() < end:
+            posted = self.board.failure()
+            if posted is not None:
+                return posted
+            time.sleep(0.02)
+        return None
+
+    def _error(self, text: str, kernel: str | None, peer: int | None, reason: str) -> DistributedKernelError:
+        text = f"rank {self.rank} of group {self.name!r}: {text}"
+        return DistributedKernelError(text, group=self.name, rank=self.rank, peer=peer, kernel=kernel, reason=reason)
+
+    def _act(self, on_timeout: str, error: DistributedKernelError) -> None:
+        if on_timeout == "abort":
+            log.critical("torch_triton_dist: %s The process ends, because torch_triton_dist.config.on_timeout is 'abort'.", error)
+            os._exit(1)
+
+    # --- for the watchdog, on its thread
+
+    def death_fds(self) -> dict[int, tuple[int, int]]:
+        return self.peers.death_fds if self.peers is not None else {}
+
+    def note_death(self, rank: int) -> None:
+        pid = self.peers.pids[rank] if self.peers is not None and self.peers.pids else "unknown"
+        self.board.gone[rank] = f"has exited (process {pid})"
+
+    def look_after(self) -> bool:
+        """Sets ABORT once a rank that is gone cannot have sent what is waited for. Returns whether to look again soon."""
+        transport = self.transport
+        if transport is None:
+            return False
+        pending = False
+        if self.board.gone and self._abort_from is None:
+            pending = True
+            rank = next(iter(self.board.gone))
+            own, hopeless = self._how_far(list(self.board.gone))
+            if hopeless:
+                self._abort_from = own
+                transport.tell(self.rank, 1 + rank)
+                pending = False
+        if transport.needs_polling and not self._reported and transport.failed():
+            self._reported = True
+            error = self._kernel_failure(launched=True)
+            if error is not None:
+                log.error("torch_triton_dist: %s", error)
+                self.board.fail(str(error))
+                self._act(self._on_timeout, error)
+        return pending or transport.needs_polling
+
+    def _how_far(self, gone: list[int]) -> tuple[int, bool]:
+        """LAUNCH of this rank, and whether a rank that is gone has not ended the launch that this one is in, or is to begin."""
+        try:
+            own = self.transport.read(layout.LAUNCH)
+            return own, any(own >= self.transport.launch_of(rank) for rank in gone)
+        except RuntimeError as error:
+            log.warning("torch_triton_dist: group %r: %s; taking the ranks that are gone for crashed", self.name, error)
+            return 0, True
+
+    # --- reset, end
+
+    def reset(self, timeout_s: float) -> None:
+        """Collective: after it the group is as new, with the same memory. See `torch_triton_dist.reset`."""
+        if self._owner != threading.get_ident():
+            self._take_turn()
+        try:
+            self._reset(timeout_s)
+        except DistributedKernelError as failed:
+            self._poison = failed
+            raise
+        finally:
+            self._release()
+
+    def _reset(self, timeout_s: float) -> None:
+        board, transport = self.board, self.transport
+        if board.gone:
+            peer, why = next(iter(board.gone.items()))
+            raise self._error(f"cannot be reset: rank {peer} {why}. {RESTART}.", None, peer, "peer exited")
+        if transport is not None:
+            self._refuse_capture("torch_triton_dist.reset was called")
+            if self._poison is not None or transport.failed():
+                transport.tell(self.rank, 1 + self.rank)  # a kernel of ours that still waits need not wait for its deadline
+            transport.drain()
+        board.next_epoch()
+        # From here on no kernel of this rank runs; after the exchange none of the group does, and nobody writes into our memory.
+        states = board.exchange(
+            "reset", [transport is not None, self.total if self.heap is not None else 0, self.generation], timeout_s
+        )
+        if not all(connected for connected, _, _ in states):
+            self.close()
+        elif len({tuple(state) for state in states}) > 1:  # a growth succeeded on some ranks only
+            self.heap, self.total, self.nbytes, self.nflags = None, 0, 0, 0
+        self.generation = 1 + max(generation for _, _, generation in states)
+        if self.transport is not None:
+            if self.heap is not None:
+                self.transport.zero_flags(self.heap, layout.heap_layout(self.nbytes, self.nflags)[1])
+            self.transport.clear_record()
+            counters = (layout.CLAIM, layout.TICKET, layout.ABORT, layout.RECORDED)
+            self.transport.write(dict.fromkeys(counters, 0) | {layout.LAUNCH: 1, layout.GENERATION: self.generation})
+        self.needs, self._growths, self._poison, self._abort_from, self._reported = {}, 0, None, None, False
+        board.exchange("reset done", True, timeout_s)
+
+    def close(self) -> None:
+        """Gives everything back. The context of this group must not be used any more."""
+        self.watchdog.forget(self)
+        if self.transport is not None:
+            self.transport.close()
+        if self.peers is not None:
+            self.peers.close()
+        self.peers = self.transport = self.heap = None
+        self.nbytes = self.nflags = self.total = 0
+
+    def report(self) -> dict[str, Any]:
+        """One entry of `heap_report`."""
+        needs: dict[str, tuple[int, int]] = {}
+        for signature, (nbytes, nflags) in self.needs.items():
+            kernel = signature.split("(")[0]
+            most = needs.get(kernel, (0, 0))
+            needs[kernel] = (max(most[0], nbytes), max(most[1], nflags))
+        return {
+            "group": self.name,
+            "rank": self.rank,
+            "world": self.world,
+            "device": str(self.device),
+            "transport": self.transport.name if self.transport is not None else None,
+            "bytes": self.total,
+            "flags": self.nflags,
+            "generation": self.generation,
+            "needs": needs,
+        }

@@ -1,0 +1,75 @@
+"""Layout of the context table, of the heap and of an error record: plain integers, shared by the host side and the kernels.
+
+The *context* is an int64 table in symmetric memory of its own (the control block), one per rank and group, at a fixed address for
+the life of the group. The *heap* is the symmetric memory that kernels exchange data through; it can grow, and then only the table
+changes.
+
+    heap of a rank = [flags of half 0][flags of half 1][data of half 0][data of half 1]      launch number n uses half n % 2
+
+Words are int64. Every offset is a multiple of `ALIGNMENT` bytes.
+"""
+
+from __future__ import annotations
+
+WORD = 8  # bytes of a word, and of a flag
+ALIGNMENT = 256  # bytes
+CONTROL_BYTES = 4096  # at least; more for very large groups
+
+# Words of the context table.
+RANK = 0  # this rank inside the group
+WORLD = 1  # ranks in the group
+LAUNCH = 2  # number of the current or next launch, from 1; the last program to leave a launch adds 1
+CLAIM = 3  # next tile to claim; the last program to leave clears it
+TICKET = 4  # programs that have left this launch; the last program to leave clears it
+TIMEOUT_NS = 5  # deadline of every wait, ns
+ABORT = 6  # 0, or 1 + rank of the one who gave up; written by peers, by kernels of this rank, and by the host
+RECORDED = 7  # compare-and-swap word: the first error record of this rank wins
+ERROR = 8  # address of the error record of this rank
+FLAGS_STRIDE = 9  # bytes of flags in each half
+DATA_START = 10  # byte offset of the data of half 0 in the heap
+DATA_STRIDE = 11  # bytes of data in each half
+GENERATION = 12  # heap generation, +1 at growth and at reset
+HEAPS = 16  # HEAPS + r: address at which this rank sees the heap of rank r; HEAPS + WORLD + r: the control block of rank r
+
+# Words of an error record.
+RECORD_WORDS = 16
+RECORD_STATE = 0  # 0: none, 1: complete (written last)
+RECORD_KERNEL = 1  # id, see KERNELS
+RECORD_FLAG = 2  # index of the flag in its half
+RECORD_EXPECTED = 3  # launch number waited for
+RECORD_SEEN = 4  # value of the flag when the rank gave up
+RECORD_RANK = 5  # the rank that waited
+RECORD_PEER = 6  # the rank it waited for
+RECORD_REASON = 7  # REASON_DEADLINE or REASON_TOLD
+
+REASON_DEADLINE = 1  # the wait took longer than TIMEOUT_NS
+REASON_TOLD = 2  # a peer, or the host, set ABORT
+
+KERNELS = {1: "all_gather_matmul", 2: "matmul_reduce_scatter", 3: "matmul_all_reduce"}
+
+
+def context_words(world: int) -> int:
+    """Words of the context table of a group of `world` ranks."""
+    return HEAPS + 2 * world
+
+
+def align(nbytes: int) -> int:
+    """Next multiple of `ALIGNMENT`."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def record_offset(world: int) -> int:
+    """Byte offset, in the control block, of the error record of a rank whose record lies there (transport host)."""
+    return align(WORD * context_words(world))
+
+
+def control_bytes(world: int) -> int:
+    """Size of the control block of a group of `world` ranks: table and error record."""
+    return max(CONTROL_BYTES, record_offset(world) + align(WORD * RECORD_WORDS))
+
+
+def heap_layout(nbytes: int, nflags: int) -> tuple[int, int, int, int]:
+    """FLAGS_STRIDE, DATA_START, DATA_STRIDE and the size of a heap, in bytes, for `nbytes` of data and `nflags` flags a half."""
+    flags_stride = align(max(1, nflags) * WORD)
+    data_stride = align(max(1, nbytes))
+    return flags_stride, 2 * flags_stride, data_stride, 2 * (flags_stride + data_stride)

@@ -345,6 +345,8 @@ def train_and_compare(options: argparse.Namespace) -> int:
                 flush=True,
             )
         without = train("without", size, options, mesh, device)
+        # To show the kernels, all of them: the cost gate would leave out those that do not pay on this machine.
+        ttd.config.cost_gate = options.cost_gate
         with ttd.enabled():
             with_ = train("with", size, options, mesh, device)
             fused, rejected = fusion_counts()
@@ -379,6 +381,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dtype", choices=tuple(DTYPES), help="default: float32 on cpu, bfloat16 on cuda")
     add("--lr", type=float, default=1e-3, help="learning rate (default: 0.001)")
     add("--no-sequence-parallel", dest="sequence_parallel", action="store_false", help="replicate between the blocks")
+    add("--cost-gate", action="store_true", help="leave out fusions that were measured not to pay on GPUs")
     add("--explain", action="store_true", help="also print ttd.explain of the model (compiles once more)")
     add("--verdict", help=argparse.SUPPRESS)  # from `launch` to rank 0: the file to write what is wrong to
     for name in SIZE_OPTIONS:
@@ -425,6 +428,7 @@ def launch(options: argparse.Namespace) -> int:
     command += [f"--steps={options.steps}", f"--lr={options.lr}"]
     command += [] if options.sequence_parallel else ["--no-sequence-parallel"]
     command += ["--explain"] if options.explain else []
+    command += ["--cost-gate"] if options.cost_gate else []
     for name in SIZE_OPTIONS:
         command += [f"--{name}={getattr(options, name)}"] if getattr(options, name) is not None else []
     with TemporaryDirectory() as folder:

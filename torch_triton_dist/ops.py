@@ -49,7 +49,7 @@ def _leading_dim(name: str, x: Tensor, dim: int) -> int:
     return dim
 
 
-def _check_operands(name: str, x: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> None:
+def _check_operands(name: str, x: Tensor, weights: list[Tensor], biases: list[Tensor | None], full_bias: bool = False) -> None:
     where = f"{NAMESPACE}.{name}"
     if x.dim() < 2:
         raise ValueError(f"{where}: the activation has shape {list(x.shape)}, it needs at least two dims")
@@ -61,8 +61,10 @@ def _check_operands(name: str, x: Tensor, weights: list[Tensor], biases: list[Te
         if weight.dim() != 2 or weight.shape[0] != x.shape[-1]:
             raise ValueError(f"{where}: weight {index} has shape {list(weight.shape)}, it needs to be [{x.shape[-1]}, N]")
         bias = biases[index] if biases else None
-        if bias is not None and list(bias.shape) != [weight.shape[1]]:
-            raise ValueError(f"{where}: bias {index} has shape {list(bias.shape)}, it needs to be [{weight.shape[1]}]")
+        n = weight.shape[1]
+        shapes = [[n], [*x.shape[:-1], n]] if full_bias else [[n]]
+        if bias is not None and list(bias.shape) not in shapes:
+            raise ValueError(f"{where}: bias {index} has shape {list(bias.shape)}, it needs to be {' or '.join(map(str, shapes))}")
         for operand in (x, weight, *([bias] if bias is not None else [])):
             if operand.dtype not in DTYPES or operand.dtype != x.dtype:
                 raise ValueError(f"{where}: dtype {operand.dtype} with {x.dtype}; operands are all float32, all bfloat16 or all float16")
@@ -84,7 +86,11 @@ def _scattered(name: str, x: Tensor, dim: int, world: int) -> list[int]:
 
 
 def _rows(x: Tensor) -> Tensor:
-    return x.reshape(-1, x.shape[-1])
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])  # not -1: K may be 0 on a rank
+
+
+def _bias_rows(bias: Tensor | None) -> Tensor | None:
+    return bias if bias is None or bias.dim() == 1 else _rows(bias)
 
 
 # ---------------------------------------------------------------------------------------------------------------- fake
@@ -101,7 +107,7 @@ def _all_gather_matmul_fake(shard, weights, gather_dim, group, *, bias, return_g
 
 @torch.library.register_fake(f"{NAMESPACE}::matmul_reduce_scatter", lib=_library)
 def _matmul_reduce_scatter_fake(x, weight, scatter_dim, reduce_op, group, *, bias=None):
-    _check_operands("matmul_reduce_scatter", x, [weight], [bias])
+    _check_operands("matmul_reduce_scatter", x, [weight], [bias], full_bias=True)
     _check_reduction("matmul_reduce_scatter", x, reduce_op)
     shape = _scattered("matmul_reduce_scatter", x, _leading_dim("matmul_reduce_scatter", x, scatter_dim), group_size(group))
     return x.new_empty([*shape[:-1], weight.shape[1]])
@@ -109,7 +115,7 @@ def _matmul_reduce_scatter_fake(x, weight, scatter_dim, reduce_op, group, *, bia
 
 @torch.library.register_fake(f"{NAMESPACE}::matmul_all_reduce", lib=_library)
 def _matmul_all_reduce_fake(x, weight, reduce_op, group, *, bias=None):
-    _check_operands("matmul_all_reduce", x, [weight], [bias])
+    _check_operands("matmul_all_reduce", x, [weight], [bias], full_bias=True)
     _check_reduction("matmul_all_reduce", x, reduce_op)
     return x.new_empty([*x.shape[:-1], weight.shape[1]])
 
@@ -165,29 +171,31 @@ def widest_weight(widths: list[int]) -> int:
 def _matmul_reduce_scatter(x, weight, scatter_dim, reduce_op, group, *, bias=None):
     """reduce_scatter(x @ weight + bias) over `group` on the leading dim `scatter_dim` of x [..., K]; weight [K, N], bias [N].
 
-    The bias is added on every rank before the reduction. reduce_op: "sum" or "avg". Returns [..., N] with that dim divided by the
-    number of ranks. Partial products travel in the dtype of x and are summed in fp32 in the order of the ranks, with one rounding."""
-    _check_operands("matmul_reduce_scatter", x, [weight], [bias])
+    The bias, [N] or as large as the product, is added on every rank before the reduction. reduce_op: "sum" or "avg". Returns [..., N]
+    with that dim divided by the number of ranks. Partial products travel in the dtype of x and are summed in fp32 in the order of the
+    ranks, with one rounding."""
+    _check_operands("matmul_reduce_scatter", x, [weight], [bias], full_bias=True)
     _check_reduction("matmul_reduce_scatter", x, reduce_op)
     dim, world = _leading_dim("matmul_reduce_scatter", x, scatter_dim), group_size(group)
     shape = _scattered("matmul_reduce_scatter", x, dim, world)
     if math.prod(x.shape[:-1]) * weight.shape[1] == 0:
         raise ValueError(f"{NAMESPACE}.matmul_reduce_scatter: the result is empty: x {list(x.shape)}, weight {list(weight.shape)}")
-    out = mm_rs.run(_rows(x), weight, mm_rs.inner_rows(x.shape, dim, world), reduce_op, group, world, bias)
+    out = mm_rs.run(_rows(x), weight, mm_rs.inner_rows(x.shape, dim, world), reduce_op, group, world, _bias_rows(bias))
     return out.view(*shape[:-1], weight.shape[1])
 
 
 def _matmul_all_reduce(x, weight, reduce_op, group, *, bias=None):
-    """all_reduce(x @ weight + bias) over `group`; x [..., K], weight [K, N], bias [N] (added on every rank before the reduction).
+    """all_reduce(x @ weight + bias) over `group`; x [..., K], weight [K, N], bias [N] or as large as the product (added on every
+    rank before the reduction).
 
     Gradient: that of `funcol.all_reduce`: the incoming gradient is summed (averaged) over the ranks, because each rank may hold a
     different loss. DTensor's Partial -> Replicate has another one: there all ranks hold the same loss, and the gradient of each rank
     passes as it is. The matchers work on graphs that autograd has already made, so both stay what they were."""
-    _check_operands("matmul_all_reduce", x, [weight], [bias])
+    _check_operands("matmul_all_reduce", x, [weight], [bias], full_bias=True)
     _check_reduction("matmul_all_reduce", x, reduce_op)
     if math.prod(x.shape[:-1]) * weight.shape[1] == 0:
         raise ValueError(f"{NAMESPACE}.matmul_all_reduce: the result is empty: x {list(x.shape)}, weight {list(weight.shape)}")
-    out = mm_ar.run(_rows(x), weight, reduce_op, group, group_size(group), bias)
+    out = mm_ar.run(_rows(x), weight, reduce_op, group, group_size(group), _bias_rows(bias))
     return out.view(*x.shape[:-1], weight.shape[1])
 
 
@@ -220,6 +228,10 @@ def _wants_grad(*operands: Tensor | None) -> bool:
 
 def _wgrad(x: Tensor, grad: Tensor) -> Tensor:
     return _rows(x).t() @ _rows(grad)
+
+
+def _bias_grad(grad: Tensor, dims: int) -> Tensor:
+    return _rows(grad).sum(0) if dims == 1 else grad
 
 
 class _AllGatherMatmul(torch.autograd.Function):
@@ -270,6 +282,7 @@ class _MatmulReduceScatter(torch.autograd.Function):
     def forward(ctx, keyset, x, weight, bias, scatter_dim, reduce_op, group):
         ctx.save_for_backward(x, weight)
         ctx.dim, ctx.reduce_op, ctx.group = scatter_dim % x.dim(), reduce_op, group
+        ctx.bias_dims = 0 if bias is None else bias.dim()
         op = torch.ops.torch_triton_dist.matmul_reduce_scatter.default
         return _below_autograd(op, keyset, x, weight, scatter_dim, reduce_op, group, bias=bias)
 
@@ -282,7 +295,7 @@ class _MatmulReduceScatter(torch.autograd.Function):
             grad, [weight.t()], ctx.dim, ctx.group, bias=[], return_gathered=True
         )
         grad_weight = _wgrad(x, gathered) if ctx.needs_input_grad[2] else None
-        grad_bias = _rows(gathered).sum(0) if ctx.needs_input_grad[3] else None
+        grad_bias = _bias_grad(gathered, ctx.bias_dims) if ctx.needs_input_grad[3] else None
         return None, grad_x, grad_weight, grad_bias, None, None, None
 
 
@@ -293,6 +306,7 @@ class _MatmulAllReduce(torch.autograd.Function):
     def forward(ctx, keyset, x, weight, bias, reduce_op, group):
         ctx.save_for_backward(x, weight)
         ctx.reduce_op, ctx.group = reduce_op, group
+        ctx.bias_dims = 0 if bias is None else bias.dim()
         op = torch.ops.torch_triton_dist.matmul_all_reduce.default
         return _below_autograd(op, keyset, x, weight, reduce_op, group, bias=bias)
 
@@ -304,7 +318,7 @@ class _MatmulAllReduce(torch.autograd.Function):
         grad = funcol.wait_tensor(funcol.all_reduce(grad, ctx.reduce_op, ctx.group))
         grad_x = grad @ weight.t() if ctx.needs_input_grad[1] else None
         grad_weight = _wgrad(x, grad) if ctx.needs_input_grad[2] else None
-        grad_bias = _rows(grad).sum(0) if ctx.needs_input_grad[3] else None
+        grad_bias = _bias_grad(grad, ctx.bias_dims) if ctx.needs_input_grad[3] else None
         return None, grad_x, grad_weight, grad_bias, None, None
 
 

@@ -172,6 +172,23 @@ def test_reduce_scatter_with_bias(dim):
     assert op_of(captured, RS).args[2] == dim
 
 
+@pytest.mark.parametrize("collective", [RS, AR])
+@pytest.mark.parametrize("dims", [2, 3])
+def test_sum_of_matmuls_is_a_bias(collective, dims):
+    """The gradient behind q/k/v, or w1/w3, is a sum of products: one of them is the kernel's, the sum of the others its bias."""
+
+    def gradient(x, a, y, b, z, c):
+        total = x @ a + y @ b + z @ c
+        return reduce_scatter_tensor(total, "sum", dims - 2, NAMES[2]) if collective == RS else all_reduce(total, "sum", NAMES[2])
+
+    x = X if dims == 2 else X3
+    captured = only(gradient, x, W1, x.sin(), W1.cos(), x.cos(), W1.sin())
+    assert captured.ops[-1] == collective and len(captured.ops) == 3  # and the two products that the bias is made of
+    check_same(captured, 2)
+    expected = {(RS, 2): [4, 16], (RS, 3): [2, 4, 16], (AR, 2): [4, 16], (AR, 3): [8, 16]}[collective, dims]
+    assert list(op_of(captured, collective).kwargs["bias"].meta["val"].shape) == expected
+
+
 def test_all_reduce_with_bias_and_any_reshape():
     check(lambda x, a, b: all_reduce((x @ a + b).view(2, 2, 2, 4, 4), "sum", NAMES[2]), X3, W1, torch.randn(16), ops=[AR])
 

@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from .graph import Matmul, call, group_size, is_reshape, results, shape, value
-from .producer import Way, hand_over, reduction
+from .producer import Way, bias_of, hand_over, reduction
 
 PATTERN = "matmul_all_reduce"
 
@@ -81,7 +81,7 @@ def fuse_matmul_all_reduce(match: MatmulAllReduce) -> fx.Node:
         matmul.weight,
         match.reduce_op,
         match.group,
-        bias=matmul.bias,
+        bias=bias_of(match.collective, matmul, shape(matmul.node)),
         like=matmul.node,
     )
     hand_over(match.collective, match.results, op, [*match.between, matmul.node])

@@ -27,7 +27,7 @@ from torch import fx
 
 from . import reasons
 from .graph import Matmul, Rejected, call, group_size, regrouping, reshaped, results, shape, value
-from .producer import Way, hand_over, reduction
+from .producer import Way, bias_of, hand_over, reduction
 
 PATTERN = "matmul_reduce_scatter"
 
@@ -107,7 +107,7 @@ def fuse_matmul_reduce_scatter(match: MatmulReduceScatter) -> fx.Node:
         match.scatter_dim,
         match.reduce_op,
         match.group,
-        bias=matmul.bias,
+        bias=bias_of(collective, matmul, match.partial_shape),
         like=matmul.node,
     )
     hand_over(collective, match.results, op, [*match.between, matmul.node, matmul.lhs])

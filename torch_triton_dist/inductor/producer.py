@@ -61,19 +61,20 @@ class Way:
         return item.source
 
     def through_bias(self, node: fx.Node) -> fx.Node:
-        """Looks through the addition of a vector to a matmul: `x @ w + b` of N-D tensors is no addmm."""
+        """Looks through an addition to a matmul: of a vector (`x @ w + b` of N-D tensors is no addmm), or of another tensor of the
+        same shape, such as the other products of a gradient: the kernel adds it to the partial product before it is sent."""
         if not is_call(node, aten.add.Tensor) or node.kwargs.get("alpha", 1) != 1:
             return node
         for product, bias in (node.args, reversed(node.args)):  # type: ignore[misc]
             if not isinstance(product, fx.Node) or not isinstance(bias, fx.Node):
                 return node
-            vector = value(bias).dim() == 1 and shape(bias) == shape(node)[-1:] and value(bias).dtype == value(node).dtype
+            added = shape(bias) in (shape(node)[-1:], shape(node)) and value(bias).dtype == value(node).dtype
             passed: list[fx.Node] = []
             origin = product
             while is_row_reshape(origin):
                 passed.append(origin)
                 origin = origin.args[0]  # type: ignore[assignment]
-            if vector and is_call(origin, aten.mm.default) and shape(product) == shape(node):
+            if added and is_call(origin, aten.mm.default) and shape(product) == shape(node):
                 self.between += [node, *passed]
                 self.bias = bias
                 return origin
@@ -90,8 +91,12 @@ class Way:
         check_tensor(node)
         matmul = read_matmul(node)
         if matmul.addend is not None:
-            raise Rejected(reasons.BIAS_SHAPE)
+            if shape(matmul.addend) != shape(node):
+                raise Rejected(reasons.BIAS_SHAPE)
+            matmul.bias = matmul.addend
         if self.bias is not None:
+            if matmul.bias is not None:
+                raise Rejected(reasons.BIAS_SHAPE)
             matmul.bias = self.bias
         readers = {self.collective, *self.between}
         for passed in (*self.between, node):
@@ -129,6 +134,13 @@ def _why_no_matmul(node: fx.Node) -> str:
 def _is_padded(piece: fx.Node) -> bool:
     """DTensor pads the pieces of the short ranks."""
     return is_call(piece, aten.constant_pad_nd.default)
+
+
+def bias_of(before: fx.Node, matmul: Matmul, partial_shape: list[int]) -> fx.Node | None:
+    """The bias in the shape that the op takes: a vector, or one value for each element of the partial product."""
+    if matmul.bias is None or value(matmul.bias).dim() == 1:
+        return matmul.bias
+    return reshaped(before, matmul.bias, partial_shape, like=matmul.node)
 
 
 def hand_over(collective: fx.Node, outcome: list[fx.Node], op: fx.Node, dead: list[fx.Node]) -> None:

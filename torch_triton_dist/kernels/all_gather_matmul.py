@@ -88,9 +88,9 @@ SOURCE = r"""
         acc += tl.load(BIAS + cols * {{stride("BIAS", 0)}}, mask=cols < N, other=0.0)[None, :].to(tl.float32)
 {% endif %}
 {% if INNER %}
-        idx_m = ((rows // INNER * WORLD + source) * INNER + rows % INNER)[:, None]
+        idx_m = ((rows // INNER * WORLD + source) * INNER + rows % INNER)[:, None].to(INDEX_DTYPE)
 {% else %}
-        idx_m = (source * R + rows)[:, None]
+        idx_m = (source * R + rows)[:, None].to(INDEX_DTYPE)
 {% endif %}
         idx_n = cols[None, :]
         mask = (rows < R)[:, None] & (idx_n < N)

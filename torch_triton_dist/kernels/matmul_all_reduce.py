@@ -68,8 +68,11 @@ SOURCE = r"""
             {{stride("A", 0)}}, {{stride("A", 1)}}, {{stride("B", 0)}}, {{stride("B", 1)}},
             BLOCK_M, BLOCK_N, BLOCK_K, EVEN, INPUT_PRECISION,
         )
-{% if HAS_BIAS %}
+{% if BIAS_DIMS == 1 %}
         partial += tl.load(BIAS + cols * {{stride("BIAS", 0)}}, mask=col_mask, other=0.0)[None, :].to(tl.float32)
+{% elif BIAS_DIMS == 2 %}
+        bias_offsets = rows.to(tl.int64)[:, None] * {{stride("BIAS", 0)}} + cols[None, :] * {{stride("BIAS", 1)}}
+        partial += tl.load(BIAS + bias_offsets, mask=row_mask[:, None] & col_mask[None, :], other=0.0).to(tl.float32)
 {% endif %}
         sent = row_mask[:, None] & col_mask[None, :]
 {% if TWO_SHOT %}
@@ -114,7 +117,7 @@ SOURCE = r"""
     while claim < {{"2 * tiles + owned" if TWO_SHOT else "2 * tiles"}}:
         tile = claim - {{"tiles - owned" if TWO_SHOT else "tiles"}}
         tile_m, tile_n = swizzle(tile, tiles_m, tiles_n, GROUP_M)
-        idx_m = (tile_m * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
+        idx_m = (tile_m * BLOCK_M + tl.arange(0, BLOCK_M))[:, None].to(INDEX_DTYPE)
         idx_n = (tile_n * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
         mask = (idx_m < M) & (idx_n < N)
 {% if TWO_SHOT %}
@@ -152,7 +155,7 @@ def plan(
     dtype: torch.dtype,
     *,
     reduce_op: str,
-    has_bias: bool,
+    bias_dims: int,
     device: torch.device,
     two_shot: bool | None = None,
 ) -> Plan:
@@ -173,7 +176,7 @@ def plan(
         "GROUP_M": 8,
         "EVEN": m % tile.m == 0 and n % tile.n == 0 and k % tile.k == 0,
         "TWO_SHOT": two_shot,
-        "HAS_BIAS": has_bias,
+        "BIAS_DIMS": bias_dims,
         "SCALE": 1.0 / world if reduce_op == "avg" else 1.0,
         "DTYPE": triton_dtype(dtype),
         "INPUT_PRECISION": repr(input_precision(dtype)),
@@ -194,9 +197,10 @@ def plan(
 def run(
     x: torch.Tensor, weight: torch.Tensor, reduce_op: str, group: str, world: int, bias: torch.Tensor | None, two_shot: bool | None = None
 ) -> torch.Tensor:
-    """Eager launch. x [M, K], weight [K, N], bias [N] or None; returns [M, N]."""
+    """Eager launch. x [M, K], weight [K, N], bias [N] or [M, N] or None; returns [M, N]."""
     (m, k), n = x.shape, weight.shape[1]
-    chosen = plan(m, n, k, world, x.dtype, reduce_op=reduce_op, has_bias=bias is not None, device=x.device, two_shot=two_shot)
+    dims = 0 if bias is None else bias.dim()
+    chosen = plan(m, n, k, world, x.dtype, reduce_op=reduce_op, bias_dims=dims, device=x.device, two_shot=two_shot)
     out = x.new_empty((m, n))
     tensors = {"A": x, "B": weight, "OUT": out}
     if bias is not None:
@@ -209,5 +213,7 @@ def reference(x: torch.Tensor, weight: torch.Tensor, reduce_op: str, group: str,
     """The unfused form: what the graph held before."""
     import torch.distributed._functional_collectives as funcol
 
-    partial = x @ weight if bias is None else torch.nn.functional.linear(x, weight.t(), bias)
+    partial = x @ weight
+    if bias is not None:
+        partial = torch.nn.functional.linear(x, weight.t(), bias) if bias.dim() == 1 else partial + bias
     return funcol.wait_tensor(funcol.all_reduce(partial, reduce_op, group))

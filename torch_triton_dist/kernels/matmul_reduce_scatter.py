@@ -68,8 +68,11 @@ SOURCE = r"""
             {{stride("A", 0)}}, {{stride("A", 1)}}, {{stride("B", 0)}}, {{stride("B", 1)}},
             BLOCK_M, BLOCK_N, BLOCK_K, EVEN, INPUT_PRECISION,
         )
-{% if HAS_BIAS %}
+{% if BIAS_DIMS == 1 %}
         partial += tl.load(BIAS + cols * {{stride("BIAS", 0)}}, mask=col_mask, other=0.0)[None, :].to(tl.float32)
+{% elif BIAS_DIMS == 2 %}
+        bias_offsets = rows.to(tl.int64)[:, None] * {{stride("BIAS", 0)}} + cols[None, :] * {{stride("BIAS", 1)}}
+        partial += tl.load(BIAS + bias_offsets, mask=row_mask[:, None] & col_mask[None, :], other=0.0).to(tl.float32)
 {% endif %}
         slot = (me * tiles + tile).to(tl.int64) * (BLOCK_M * BLOCK_N)
         remote = dl.symm_at(slots, owner, alignment=16, ctx=CTX)
@@ -81,7 +84,7 @@ SOURCE = r"""
     while claim < WORLD * tiles + tiles:
         tile = claim - WORLD * tiles
         tile_m, tile_n = swizzle(tile, tiles_m, tiles_n, GROUP_M)
-        idx_m = (tile_m * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
+        idx_m = (tile_m * BLOCK_M + tl.arange(0, BLOCK_M))[:, None].to(INDEX_DTYPE)
         idx_n = (tile_n * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
         mask = (idx_m < R) & (idx_n < N)
         total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
@@ -111,7 +114,7 @@ def plan(
     *,
     inner: int,
     reduce_op: str,
-    has_bias: bool,
+    bias_dims: int,
     device: torch.device,
 ) -> Plan:
     """Plan for x [m, k] @ weight [k, n] (k per rank) over `world` ranks; inner: rows of x that follow each other in a shard."""
@@ -126,7 +129,7 @@ def plan(
         "GROUP_M": 8,
         "INNER": 0 if inner == rows else inner,
         "EVEN": rows % tile.m == 0 and n % tile.n == 0 and k % tile.k == 0,
-        "HAS_BIAS": has_bias,
+        "BIAS_DIMS": bias_dims,
         "SCALE": 1.0 / world if reduce_op == "avg" else 1.0,
         "DTYPE": triton_dtype(dtype),
         "INPUT_PRECISION": repr(input_precision(dtype)),
@@ -152,9 +155,9 @@ def inner_rows(shape: tuple[int, ...] | torch.Size, dim: int, world: int) -> int
 def run(
     x: torch.Tensor, weight: torch.Tensor, inner: int, reduce_op: str, group: str, world: int, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """Eager launch. x [M, K], weight [K, N], bias [N] or None; returns the rows of this rank, [M / world, N]."""
+    """Eager launch. x [M, K], weight [K, N], bias [N] or [M, N] or None; returns the rows of this rank, [M / world, N]."""
     (m, k), n = x.shape, weight.shape[1]
-    chosen = plan(m, n, k, world, x.dtype, inner=inner, reduce_op=reduce_op, has_bias=bias is not None, device=x.device)
+    chosen = plan(m, n, k, world, x.dtype, inner=inner, reduce_op=reduce_op, bias_dims=0 if bias is None else bias.dim(), device=x.device)
     out = x.new_empty((m // world, n))
     tensors = {"A": x, "B": weight, "OUT": out}
     if bias is not None:
@@ -169,5 +172,7 @@ def reference(
     """The unfused form: what the graph held before. x [..., K]."""
     import torch.distributed._functional_collectives as funcol
 
-    partial = x @ weight if bias is None else torch.nn.functional.linear(x, weight.t(), bias)
+    partial = x @ weight
+    if bias is not None:
+        partial = torch.nn.functional.linear(x, weight.t(), bias) if bias.dim() == 1 else partial + bias
     return funcol.wait_tensor(funcol.reduce_scatter_tensor(partial, reduce_op, scatter_dim, group))

@@ -108,7 +108,8 @@ class _EagerEnvironment:
     def header(self, name: str) -> str:
         arguments = ", ".join([*self.inputs, "OUT", *self.scalars])
         constants = "".join(f"    {key}: tl.constexpr = {value}\n" for key, value in self.constants.items())
-        return f"@triton.jit\ndef {name}({arguments}):\n{constants}"
+        # As in Inductor's modules, but for the choice: there it is int32 where the output allows.
+        return f"@triton.jit\ndef {name}({arguments}):\n    INDEX_DTYPE: tl.constexpr = tl.int64\n{constants}"
 
 
 @dataclass

@@ -10,6 +10,12 @@ NOTE [order of data and flags]
     The barriers make the stores of every thread happen before the release and the acquire happen before the loads of every thread,
     so a consumer that has seen the flag sees the data. `consume_token` keeps the compiler honest: the address of each load behind a
     wait depends on the value that the wait has read.
+
+NOTE [one decision a program]
+    A scalar `tl.load` and the clock are read by every thread of a program, and threads that read on either side of a change see
+    different values. A branch on them would part the threads, which then meet at different block barriers: a hang. A scalar atomic is
+    made by one thread, and all threads get its result. So whatever may change during a launch (flags, abort word, clock, claims)
+    decides a branch only by way of the result of an atomic.
 """
 
 from __future__ import annotations
@@ -32,6 +38,7 @@ ERROR = tl.constexpr(layout.ERROR)
 FLAGS_STRIDE = tl.constexpr(layout.FLAGS_STRIDE)
 DATA_START = tl.constexpr(layout.DATA_START)
 DATA_STRIDE = tl.constexpr(layout.DATA_STRIDE)
+CLOCK = tl.constexpr(layout.GENERATION + 1)  # latest time that a waiting program of this rank has seen, ns
 HEAPS = tl.constexpr(layout.HEAPS)
 
 RECORD_STATE = tl.constexpr(layout.RECORD_STATE)
@@ -46,6 +53,7 @@ REASON_DEADLINE = tl.constexpr(layout.REASON_DEADLINE)
 REASON_TOLD = tl.constexpr(layout.REASON_TOLD)
 
 NO_TILE = tl.constexpr(2**31 - 1)
+POLLS = tl.constexpr(16)  # looks at a flag between two looks at the deadline and the abort word
 
 # Default arguments: Triton 3.6 does not take a plain string for a constexpr default of a function that a kernel calls.
 SET = tl.constexpr("set")
@@ -119,14 +127,14 @@ def heap(launch, dtype: tl.constexpr, ctx=None):
 
 @triton.jit
 def claim(ctx=None):
-    """Next tile of this launch, int32, from 0: each number goes to one program of this rank. Larger than any tile once the group has
-    been told to give up, so that a kernel leaves its loops.
+    """Next tile of this launch, int32, from 0: each number goes to one program of this rank. Once the group has been told to give up,
+    at most one more tile is handed out on this rank; what follows is larger than any tile, so that a kernel leaves its loops.
 
     Claiming replaces `program_id`: a single resident program then does all the work in order, and no program waits for one that
     has not started (NCCL may hold the other multiprocessors, and programs run one after the other on a CPU thread)."""
     aborted = tl.load(ctx + ABORT, volatile=True)
-    tile = tl.atomic_add(ctx + CLAIM, 1, sem="relaxed", scope="gpu").to(tl.int32)
-    return tl.where(aborted != 0, NO_TILE, tile)
+    step = tl.where(aborted != 0, NO_TILE, 1).to(tl.int64)  # see NOTE [one decision a program]
+    return tl.minimum(tl.atomic_add(ctx + CLAIM, step, sem="relaxed", scope="gpu"), NO_TILE).to(tl.int32)
 
 
 @triton.jit
@@ -156,7 +164,7 @@ def _give_up(kernel: tl.constexpr, flag, expected, seen, peer, told, ctx):
 @triton.jit
 def alive(ctx=None):
     """Whether the group is sound, int1: no flag that stands for data may be raised after a wait that gave up."""
-    return tl.load(ctx + ABORT, volatile=True) == 0
+    return tl.atomic_add(ctx + ABORT, 0, sem="relaxed", scope="sys") == 0  # see NOTE [one decision a program]
 
 
 @triton.jit
@@ -166,7 +174,7 @@ def leave(ctx=None):
     programs = tl.num_programs(0) * tl.num_programs(1) * tl.num_programs(2)
     before = tl.atomic_add(ctx + TICKET, 1, sem="acq_rel", scope="gpu")
     if before == programs - 1:
-        if tl.load(ctx + ABORT, volatile=True) != 0:
+        if not alive(ctx):
             # Told to give up while it was not waiting: tiles were left out, and the host must hear of it. The record of a wait wins.
             zero = tl.full((), 0, tl.int64)
             _give_up(0, zero, zero, zero, tl.full((), -1, tl.int64), tl.full((), 1, tl.int1), ctx)
@@ -190,23 +198,33 @@ def notify(ptr, rank, signal=1, sig_op: tl.constexpr = SET, comm_scope: tl.const
 
 
 @triton.jit
+def _last_time(ctx):
+    """Tells the time to the programs of this rank that wait, and returns what was told last, ns: the same in all threads."""
+    return tl.atomic_max(ctx + CLOCK, clock_ns(), sem="relaxed", scope="gpu")
+
+
+@triton.jit
 def _wait_slowly(ptr, value, scope: tl.constexpr, semantic: tl.constexpr, kernel: tl.constexpr, peer, ctx):
     """The rest of `wait` once the first look failed: polls the flag, the abort word and the deadline. Returns what it saw last."""
-    start = clock_ns()
+    _last_time(ctx)  # may be that of an earlier launch
+    start = _last_time(ctx)
     limit = tl.load(ctx + TIMEOUT_NS)
+    polls = 0
+    told = tl.full((), 0, tl.int1)
     seen = tl.atomic_add(ptr, 0, sem=semantic, scope=scope)
     waiting = seen < value
     while waiting:
         seen = tl.atomic_add(ptr, 0, sem=semantic, scope=scope)
         waiting = seen < value
-        if waiting:
-            told = tl.load(ctx + ABORT, volatile=True) != 0
-            late = clock_ns() - start > limit
-            if told | late:
-                base = tl.load(ctx + HEAPS + tl.load(ctx + RANK))
-                index = (ptr.to(tl.int64) - base) % tl.load(ctx + FLAGS_STRIDE) // 8
-                _give_up(kernel, index, value, seen, peer, told, ctx)
-                waiting = waiting & False
+        polls += 1
+        if waiting & (polls % POLLS == 0):
+            told = not alive(ctx)
+            late = _last_time(ctx) - start > limit
+            waiting = not (told | late)
+    if seen < value:  # behind the loop, so that the CPU backend sees a loop that only polls, and gives the processor away in it
+        base = tl.load(ctx + HEAPS + tl.load(ctx + RANK))
+        index = (ptr.to(tl.int64) - base) % tl.load(ctx + FLAGS_STRIDE) // 8
+        _give_up(kernel, index, value, seen, peer, told, ctx)
     return seen
 
 

@@ -30,6 +30,15 @@ def _rows(x: Any) -> Any:
     return realize(view(x, [-1, x.get_size()[-1]]))
 
 
+def bias_dims(bias: Any) -> int:
+    """0: no bias, 1: a vector, 2: one value for each element of the product."""
+    return 0 if bias is None else min(len(bias.get_size()), 2)
+
+
+def _bias(bias: Any) -> Any:
+    return realize(bias) if bias_dims(bias) == 1 else _rows(bias)
+
+
 @register_lowering(ops.all_gather_matmul.default, type_promotion_kind=None)
 def _all_gather_matmul(shard, weights, gather_dim, group, *, bias, return_gathered=False):
     world, shape = group_size(group), _ints(shard.get_size())
@@ -81,9 +90,9 @@ def _matmul_reduce_scatter(x, weight, scatter_dim, reduce_op, group, *, bias=Non
     (m, k), n = _ints(rows.get_size()), _ints(weight.get_size())[1]
     inner = mm_rs.inner_rows(tuple(shape), dim, world)
     chosen = mm_rs.plan(
-        m, n, k, world, rows.get_dtype(), inner=inner, reduce_op=reduce_op, has_bias=bias is not None, device=rows.get_device()
+        m, n, k, world, rows.get_dtype(), inner=inner, reduce_op=reduce_op, bias_dims=bias_dims(bias), device=rows.get_device()
     )
-    tensors = {"A": rows, "B": weight, **({"BIAS": realize(bias)} if bias is not None else {})}
+    tensors = {"A": rows, "B": weight, **({"BIAS": _bias(bias)} if bias is not None else {})}
     out = launch(chosen, group, tensors, mm_rs.inputs(bias is not None), [m // world, n])
     return view(out, [*(size // world if index == dim else size for index, size in enumerate(shape[:-1])), n])
 
@@ -93,7 +102,7 @@ def _matmul_all_reduce(x, weight, reduce_op, group, *, bias=None):
     world, shape = group_size(group), _ints(x.get_size())
     rows, weight = _rows(x), realize(weight)
     (m, k), n = _ints(rows.get_size()), _ints(weight.get_size())[1]
-    chosen = mm_ar.plan(m, n, k, world, rows.get_dtype(), reduce_op=reduce_op, has_bias=bias is not None, device=rows.get_device())
-    tensors = {"A": rows, "B": weight, **({"BIAS": realize(bias)} if bias is not None else {})}
+    chosen = mm_ar.plan(m, n, k, world, rows.get_dtype(), reduce_op=reduce_op, bias_dims=bias_dims(bias), device=rows.get_device())
+    tensors = {"A": rows, "B": weight, **({"BIAS": _bias(bias)} if bias is not None else {})}
     out = launch(chosen, group, tensors, mm_ar.inputs(bias is not None), [m, n])
     return view(out, [*shape[:-1], n])

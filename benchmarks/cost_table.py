@@ -20,9 +20,9 @@ from torch_triton_dist.kernels import all_gather_matmul, matmul_all_reduce, matm
 CALLS, REPLAYS = 10, 30
 CASES = [
     *[("matmul_all_reduce", m, 2048, 8192) for m in (1, 16, 64, 128, 256, 512, 1024, 2048, 4096)],
-    *[("matmul_all_reduce", m, 7168, 8192) for m in (1, 16, 128, 2048)],
+    *[("matmul_all_reduce", m, 7168, 8192) for m in (1, 16, 128, 256, 512, 1024, 2048)],
     *[("matmul_reduce_scatter", m, 2048, 8192) for m in (64, 256, 512, 1024, 2048, 4096)],
-    *[("matmul_reduce_scatter", m, 7168, 8192) for m in (1024, 4096, 8192)],
+    *[("matmul_reduce_scatter", m, 7168, 8192) for m in (512, 1024, 4096, 8192)],
     *[("all_gather_matmul", m, 8192, 2048) for m in (64, 256, 512, 1024, 2048)],
     *[("all_gather_matmul", m, 8192, 7168) for m in (2048, 4096, 8192)],
 ]

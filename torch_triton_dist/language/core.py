@@ -38,7 +38,7 @@ ERROR = tl.constexpr(layout.ERROR)
 FLAGS_STRIDE = tl.constexpr(layout.FLAGS_STRIDE)
 DATA_START = tl.constexpr(layout.DATA_START)
 DATA_STRIDE = tl.constexpr(layout.DATA_STRIDE)
-CLOCK = tl.constexpr(layout.GENERATION + 1)  # latest time that a waiting program of this rank has seen, ns
+CLOCK = tl.constexpr(layout.CLOCK)
 HEAPS = tl.constexpr(layout.HEAPS)
 
 RECORD_STATE = tl.constexpr(layout.RECORD_STATE)
@@ -244,7 +244,7 @@ def wait(
     scope: "sys" for a flag that a peer raises ("gpu" inside one device); semantic: "acquire".
     kernel, peer: who waits for whom (an id of `layout.KERNELS`, a rank); they only serve the error message.
     The wait ends early when the deadline of the context has passed or the group was told to give up; it then records the error,
-    `claim` hands out no further tile, and the host raises: what the kernel has written by then is never handed to the user.
+    `claim` hands out at most one more tile, and the host raises: what the kernel has written by then is never handed to the user.
     """
     tl.static_assert(semantic == "acquire", "dl.wait: semantic is 'acquire'")
     token = tl.full((), 0, tl.int64)

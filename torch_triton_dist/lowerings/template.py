@@ -17,9 +17,6 @@ from torch.utils._ordered_set import OrderedSet
 from ..kernels import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 from ..kernels.template import IMPORTS, Plan
 
-_GROUP = "TTD_GROUP"  # name of the process group, handed to the kernel object through the template's metadata
-
-
 class DistributedTemplateKernel(TritonTemplateKernel):
     """A template kernel that imports the device language, and is followed by `runtime.after_launch`."""
 
@@ -30,7 +27,7 @@ class DistributedTemplateKernel(TritonTemplateKernel):
         super().call_kernel(name, node, deallocate_ws)
         wrapper = V.graph.wrapper_code
         wrapper.add_import_once("from torch_triton_dist import runtime as torch_triton_dist_runtime")
-        wrapper.writeline(f"torch_triton_dist_runtime.after_launch({self.meta[_GROUP]!r})")
+        wrapper.writeline(f"torch_triton_dist_runtime.after_launch({self.output_node.ttd_group!r})")
 
 
 class DistributedTemplate(TritonTemplate):
@@ -110,7 +107,6 @@ def launch(
             mutated_inputs=[context, *(mutated or [])],
             call_sizes=[plan.programs],
             INPUTS=inputs,
-            **{_GROUP: group},
             **plan.constants,
         )
         if error is not None:
@@ -118,7 +114,7 @@ def launch(
         # The only choice: nothing is benchmarked, which would launch the kernel on one rank alone.
         output = choices[0].output_node()
     buffer = output.data.data
-    buffer.ttd_group = group
+    buffer.ttd_group = group  # on the buffer, not in the kernel's source: groups share one compiled kernel
     _chain(buffer, group)
     return output
 

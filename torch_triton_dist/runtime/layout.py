@@ -29,6 +29,7 @@ FLAGS_STRIDE = 9  # bytes of flags in each half
 DATA_START = 10  # byte offset of the data of half 0 in the heap
 DATA_STRIDE = 11  # bytes of data in each half
 GENERATION = 12  # heap generation, +1 at growth and at reset
+CLOCK = 13  # latest time, ns, that a waiting program of this rank has seen
 HEAPS = 16  # HEAPS + r: address at which this rank sees the heap of rank r; HEAPS + WORLD + r: the control block of rank r
 
 # Words of an error record.

@@ -1,0 +1,233 @@
+"""The kernels compile for GPUs that are not here, and the code keeps the order of flags and data that the protocols rely on."""
+
+from __future__ import annotations
+
+import functools
+import re
+
+import pytest
+import torch
+
+from tests.kernels.compile_helper import cross_compile
+from torch_triton_dist.backends.cpu import ttir
+from torch_triton_dist.kernels import all_gather_matmul as ag_mm
+from torch_triton_dist.kernels import matmul_all_reduce as mm_ar
+from torch_triton_dist.kernels import matmul_reduce_scatter as mm_rs
+from torch_triton_dist.kernels.template import eager_kernel
+
+GPU = torch.device("cuda", 0)
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+# name: module, inputs, plan. "ragged": no dimension is a multiple of its tile.
+CASES = {
+    "reduce_scatter": lambda: (mm_rs, (False,), _plan_rs(4096, 8192, 2048, FP16)),
+    "reduce_scatter ragged": lambda: (mm_rs, (True,), _plan_rs(4 * 300, 1000, 200, BF16, inner=75, bias_dims=2)),
+    "one-shot all_reduce": lambda: (mm_ar, (True,), _plan_ar(16, 8192, 2048, BF16, bias_dims=1)),
+    "two-shot all_reduce": lambda: (mm_ar, (False,), _plan_ar(512, 8192, 2048, BF16, reduce_op="avg")),
+    "all_gather": lambda: (ag_mm, (False, False), _plan_ag(1024, 2048, 8192, BF16)),
+    "all_gather kept": lambda: (ag_mm, (True, True), _plan_ag(1024, 2048, 8192, FP16, inner=128, has_bias=True, gather=True)),
+    "all_gather fp32": lambda: (ag_mm, (False, True), _plan_ag(300, 100, 200, FP32, gather=True)),
+}
+# tensor: the tensor-core instruction that the product has to use; "" for fp32, which is exact and so has none.
+COMPILED = [
+    ("reduce_scatter", "sm_90", "wgmma.mma_async"),
+    ("reduce_scatter", "gfx942", "v_mfma_f32"),
+    ("reduce_scatter", "sm_100", "tcgen05.mma"),
+    ("reduce_scatter ragged", "sm_80", "mma.sync"),
+    ("reduce_scatter ragged", "gfx950", "v_mfma_f32"),
+    ("one-shot all_reduce", "sm_90", "mma.sync"),
+    ("one-shot all_reduce", "gfx942", "v_mfma_f32"),
+    ("two-shot all_reduce", "sm_90", "wgmma.mma_async"),
+    ("all_gather", "sm_90", "wgmma.mma_async"),
+    ("all_gather kept", "sm_90", "wgmma.mma_async"),
+    ("all_gather kept", "gfx942", "v_mfma_f32"),
+    ("all_gather fp32", "sm_90", ""),
+]
+NVIDIA = [(case, target) for case, target, _ in COMPILED if target.startswith("sm")]
+AMD = [(case, target) for case, target, _ in COMPILED if target.startswith("gfx")]
+
+
+def _plan_rs(m, n, k, dtype, inner=None, bias_dims=0):
+    return mm_rs.plan(m, n, k, 4, dtype, inner=inner or m // 4, reduce_op="sum", bias_dims=bias_dims, device=GPU)
+
+
+def _plan_ar(m, n, k, dtype, reduce_op="sum", bias_dims=0):
+    return mm_ar.plan(m, n, k, 4, dtype, reduce_op=reduce_op, bias_dims=bias_dims, device=GPU)
+
+
+def _plan_ag(rows, n, k, dtype, inner=None, has_bias=False, gather=False):
+    return ag_mm.plan(rows, n, k, 4, dtype, inner=inner or rows, has_bias=has_bias, gather=gather, device=GPU)
+
+
+@functools.cache
+def compiled(case, target):
+    """Forms of the compiled kernel by name: ttir, ttgir, llir, ptx or amdgcn."""
+    module, inputs, plan = CASES[case]()
+    kernel = eager_kernel(plan.kernel, module.SOURCE, plan.constants, module.inputs(*inputs))
+    return cross_compile(kernel, plan, target).asm
+
+
+@pytest.mark.parametrize(("case", "target", "tensor"), COMPILED)
+def test_compiles_to_tensor_cores(case, target, tensor):
+    code = compiled(case, target)["ptx" if target.startswith("sm") else "amdgcn"]
+    if tensor:
+        assert tensor in code
+    else:
+        assert not re.search(r"mma", code)
+
+
+# --------------------------------------------------------------------------------------------------- Triton IR: dependences
+
+
+class Flow:
+    """Where the values of a kernel come from: the data flow of its Triton IR, through loops and branches."""
+
+    def __init__(self, text: str) -> None:
+        (self.function,) = [each for each in ttir.parse(text) if "tt.atomic_rmw" in text]
+        self.ops = list(ttir.walk(self.function.body))
+        self.made_by: dict[str, ttir.Op] = {}
+        self.comes_from: dict[str, set[str]] = {}
+        for op in self.ops:
+            for result in op.results:
+                self.made_by[result] = op
+            getattr(self, "_" + op.name.replace(".", "_"), self._plain)(op)
+
+    def _flows(self, targets, *sources):
+        for values in sources:
+            assert len(values) == len(targets), (targets, values)
+            for target, value in zip(targets, values, strict=True):
+                self.comes_from.setdefault(target, set()).add(value)
+
+    def _plain(self, op):
+        for result in op.results:
+            self.comes_from[result] = set(op.operands)
+
+    def _scf_if(self, op):
+        for region in op.regions:
+            if op.results:
+                self._flows(op.results, region.ops[-1].operands)
+
+    def _scf_for(self, op):
+        start = op.operands[3:]
+        (region,) = op.regions
+        last = region.ops[-1].operands if start else []
+        self._flows(op.iter_args, start, last)
+        self._flows(op.results, start, last)
+
+    def _scf_while(self, op):
+        before, after = op.regions
+        forwarded = before.ops[-1].operands[1:]
+        self._flows(op.iter_args, op.operands, after.ops[-1].operands if op.operands else [])
+        self._flows(op.results, forwarded)
+        self._flows([name for name, _ in after.args], forwarded)
+
+    def sources(self, value, stop=lambda op: False):
+        """All operations that `value` is computed from; it does not go behind those where `stop` says so."""
+        seen, found, left = {value}, [], [value]
+        while left:
+            name = left.pop()
+            op = self.made_by.get(name)
+            if op is not None and not op.regions:
+                found.append(op)
+                if stop(op):
+                    continue
+            new = self.comes_from.get(name, set()) - seen
+            seen |= new
+            left += new
+        return found
+
+
+def acquires(op):
+    return op.name in ("tt.atomic_rmw", "tt.atomic_cas") and ", acquire, sys" in op.text
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_load_from_the_heap_takes_its_address_through_a_wait(case):
+    target = next(target for name, target, _ in COMPILED if name == case)
+    flow = Flow(compiled(case, target)["ttir"])
+    behind = before = 0
+    for op in flow.ops:
+        if op.name != "tt.load" or not op.outs[0].is_tensor:
+            continue
+        sources = flow.sources(op.operands[0])
+        # What is loaded from the context table and becomes an address is the address of a heap.
+        if any(source.name == "tt.int_to_ptr" and any(s.name == "tt.load" for s in flow.sources(source.operands[0])) for source in sources):
+            assert any(acquires(source) for source in sources), op.text
+            behind += 1
+        else:
+            before += 1
+    assert behind >= 1 and before >= 2
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_all_threads_of_a_program_take_the_same_branches(case):
+    """What may change during a launch (volatile reads, the clock) decides a branch only through an atomic, which one thread makes."""
+    target = next(target for name, target, _ in COMPILED if name == case)
+    flow = Flow(compiled(case, target)["ttir"])
+    atomic = ("tt.atomic_rmw", "tt.atomic_cas")
+    deciding = [op.operands[0] for op in flow.ops if op.name in ("scf.if", "scf.condition", "cf.cond_br")]
+    deciding += [bound for op in flow.ops if op.name == "scf.for" for bound in op.operands[:3]]
+    changing = 0
+    for op in flow.ops:
+        changing += op.name == "tt.elementwise_inline_asm" or "isVolatile = true" in op.text
+    assert changing >= 3  # the clock, and the abort word in `claim`
+    for value in deciding:
+        for source in flow.sources(value, stop=lambda op: op.name in atomic):
+            assert source.name != "tt.elementwise_inline_asm" and "isVolatile = true" not in source.text, source.text
+
+
+# -------------------------------------------------------------------------------------------------------- machine code
+
+
+@pytest.mark.parametrize(("case", "target"), NVIDIA)
+def test_flags_in_ptx(case, target):
+    ptx = compiled(case, target)["ptx"]
+    instructions = [line.strip() for line in ptx.splitlines() if re.match(r"\s+(@%p\d+ )?[a-z]", line)]
+    polls = [i for i, line in enumerate(instructions) if re.search(r"ld\.global\.(sys\.acquire|acquire\.sys)\.b64", line)]
+    raised = [i for i, line in enumerate(instructions) if re.search(r"atom\.global\.(sys\.release|release\.sys)\.exch\.b64", line)]
+    assert polls and raised
+    assert not re.search(r"atom\.global\.sys\.acquire", ptx)  # polling writes nothing
+    # Only one thread touches a flag, and block barriers stand between it and the data of all others.
+    for i in polls + raised:
+        assert instructions[i].startswith("@%p"), instructions[i]
+    wide = re.compile(r"(ld|st)\.global\.v\d|ld\.global\.b16|st\.global\.b16|cp\.async\.(cg|ca)")
+    for i in polls:
+        data = next((j for j in range(i, len(instructions)) if wide.search(instructions[j])), len(instructions))
+        assert any(line.startswith("bar.sync") for line in instructions[i:data])
+    first = True
+    for i in raised:
+        data = next(j for j in range(i, -1, -1) if wide.search(instructions[j]))
+        assert any(line.startswith("bar.sync") for line in instructions[data:i]), first
+        first = False
+
+
+@pytest.mark.parametrize(("case", "target"), AMD)
+def test_flags_in_amdgcn(case, target):
+    lines = [line.strip() for line in compiled(case, target)["amdgcn"].splitlines()]
+    instructions = [line for line in lines if re.match(r"[a-z]\w*_\w+", line)]
+    polls = [i for i, line in enumerate(instructions) if re.match(r"(global|flat)_load_dwordx2 .* sc0 sc1", line)]
+    raised = [i for i, line in enumerate(instructions) if re.match(r"(global|flat)_atomic_swap_x2 .* sc1", line)]
+    assert polls and raised
+    invalidating = 0
+    for i in polls:  # the abort word is read relaxed, flags are acquired
+        invalidating += instructions[i + 2].startswith("buffer_inv sc0 sc1") and "vmcnt(0)" in instructions[i + 1]
+    assert invalidating >= len(polls) // 2
+    data = re.compile(r"(buffer|global|flat)_store_(short|dwordx[24])")
+    for i in raised:
+        assert any(line.startswith("buffer_wbl2 sc0 sc1") for line in instructions[i - 3 : i]), instructions[i - 3 : i + 1]
+    # Each wavefront has to have its stores done before the barrier after which one of them raises the flag.
+    for i in raised:
+        barrier = next(j for j in range(i, -1, -1) if instructions[j].startswith("s_barrier"))
+        stored = next((j for j in range(barrier, -1, -1) if data.match(instructions[j])), None)
+        if stored is None:
+            continue
+        later = [line for line in instructions[stored + 1 : barrier] if re.match(r"(buffer|global|flat)_(load|store|atomic)", line)]
+        waits = [int(n) for line in instructions[stored:barrier] for n in re.findall(r"vmcnt\((\d+)\)", line)]
+        assert waits and min(waits) <= len(later), instructions[stored : i + 1]
+
+
+@pytest.mark.parametrize("case", ["reduce_scatter", "one-shot all_reduce", "two-shot all_reduce", "all_gather", "all_gather kept"])
+def test_stores_to_peers_are_16_bytes_wide(case):
+    ptx = compiled(case, "sm_90")["ptx"]
+    widths = set(re.findall(r"st\.global\.([a-z0-9.]+)", ptx))
+    assert widths <= {"v4.b32", "b64"} and "v4.b32" in widths  # b64: context table and error record

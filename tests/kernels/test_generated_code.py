@@ -1,0 +1,172 @@
+"""What Inductor generates for each op: one kernel, the epilogue inside it, the runtime called around each launch.
+
+One process and a fake group of 4 ranks: the graph is compiled, and stops at its first launch, which a fake group refuses.
+"""
+
+from __future__ import annotations
+
+import re
+from unittest import mock
+
+import pytest
+import torch
+import torch._dynamo
+import torch._inductor.config
+import torch.distributed as dist
+from expecttest import assert_expected_inline
+from torch._inductor.graph import GraphLowering
+from torch.distributed._functional_collectives import all_gather_tensor, all_reduce, reduce_scatter_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from torch_triton_dist import config
+from torch_triton_dist.backends import cpu
+from torch_triton_dist.inductor import enabled
+
+pytestmark = pytest.mark.skipif(not cpu.ensure_registered(), reason="Triton compiles for the GPU of this machine")
+
+
+@pytest.fixture(scope="module")
+def group():
+    made_here = not dist.is_initialized()
+    if made_here:
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    yield dist.new_group(list(range(4)))
+    if made_here:
+        dist.destroy_process_group()
+
+
+def generated(fn, *args) -> str:
+    codes: list[str] = []
+    torch._dynamo.reset()
+    fresh = torch._inductor.config.patch(force_disable_caches=True)
+    with enabled(), config.patch(cost_gate=False), fresh, mock.patch.object(GraphLowering, "save_output_code", codes.append):
+        with pytest.raises(RuntimeError, match="fake process group"):
+            torch.compile(fn)(*args)
+    torch._dynamo.reset()
+    (code,) = codes
+    return code
+
+
+def kernels(code: str) -> list[str]:
+    """Bodies of the Triton kernels, by order in the module."""
+    return [body.group(1) for body in re.finditer(r"\ndef triton_tem_\w+\([^\n]*\):\n(.*?)\n'''", code, re.DOTALL)]
+
+
+def epilogue(kernel: str) -> str:
+    """From the index of the output to the end, without blank lines."""
+    lines = [line for line in kernel[kernel.rindex("        xindex = ") :].splitlines() if line.strip()]
+    return "\n".join(lines)
+
+
+def outside(code: str) -> list[str]:
+    """Calls of what is not a kernel of ours: C++ kernels, and matmuls and collectives of torch."""
+    return re.findall(r"cpp_fused\w*|extern_kernels\.\w+\(|_c10d_functional\.\w+", code)
+
+
+def launches(code: str, group: dist.ProcessGroup) -> str:
+    """What `call` does with the group, names made plain."""
+    kept = [line.strip() for line in code.splitlines() if re.search(r"= torch\.ops\.torch_triton_dist|\.run\(|after_launch\(", line)]
+    text = "\n".join(line.split(" = ")[-1] for line in kept)
+    text = text.replace("torch.ops.torch_triton_dist.", "").replace("torch_triton_dist_runtime.", "").replace(".default", "")
+    text = text.replace("device(type='cpu')", "cpu").replace(repr(group.group_name), "GROUP")
+    return re.sub(r"triton_tem_\w+?_(\d)\.run\(.*\)", r"kernel \1", text)
+
+
+def test_all_gather_matmul(group):
+    def fn(x, weight, bias):
+        return torch.relu(all_gather_tensor(x, 0, group) @ weight + bias)
+
+    code = generated(fn, torch.randn(24, 64), torch.randn(64, 96), torch.randn(96))
+    (kernel,) = kernels(code)
+    assert not outside(code)
+    assert "acc += tl.load(BIAS" in kernel
+    assert_expected_inline(epilogue(kernel), """\
+        xindex = idx_n + 96*idx_m
+        tmp0 = tl.full([1], 0, tl.int32)
+        tmp1 = triton_helpers.maximum(tmp0, acc)
+        tl.store(out_ptr1 + (tl.broadcast_to(xindex, [BLOCK_M, BLOCK_N])), tmp1, mask)
+        claim = dl.claim(ctx=CTX)
+    dl.leave(ctx=CTX)""")
+    assert_expected_inline(launches(code, group), """\
+launch_context(cpu, GROUP, 24576, 4, 'all_gather_matmul(shard [24, 64], torch.float32, inner=24)')
+kernel 0
+after_launch(GROUP)""")
+
+
+def test_matmul_reduce_scatter(group):
+    def fn(x, weight, residual):
+        return torch.relu(reduce_scatter_tensor(x @ weight, "avg", 0, group)) + residual
+
+    code = generated(fn, torch.randn(96, 64), torch.randn(64, 96), torch.randn(24, 96))
+    (kernel,) = kernels(code)
+    assert not outside(code)
+    assert "SCALE : tl.constexpr = 0.25" in kernel
+    assert_expected_inline(epilogue(kernel), """\
+        xindex = idx_n + 96*idx_m
+        tmp2 = tl.load(in_ptr3 + (tl.broadcast_to(xindex, [BLOCK_M, BLOCK_N])), mask, eviction_policy='evict_last')
+        tmp0 = tl.full([1], 0, tl.int32)
+        tmp1 = triton_helpers.maximum(tmp0, total)
+        tmp3 = tmp1 + tmp2
+        tl.store(out_ptr1 + (tl.broadcast_to(xindex, [BLOCK_M, BLOCK_N])), tmp3, mask)
+        claim = dl.claim(ctx=CTX)
+    dl.leave(ctx=CTX)""")
+    assert_expected_inline(launches(code, group), """\
+launch_context(cpu, GROUP, 65536, 8, 'matmul_reduce_scatter(x [96, *], weight [*, 96], torch.float32, avg, inner=24)')
+kernel 0
+after_launch(GROUP)""")
+
+
+def test_matmul_all_reduce(group):
+    def fn(x, weight, bias):
+        return torch.relu(all_reduce(x @ weight, "sum", group) + bias)
+
+    code = generated(fn, torch.randn(24, 64), torch.randn(64, 96), torch.randn(96))
+    (kernel,) = kernels(code)
+    assert not outside(code)
+    assert_expected_inline(epilogue(kernel), """\
+        xindex = idx_n + 96*idx_m
+        tmp0 = tl.load(in_ptr3 + (tl.broadcast_to(idx_n, [BLOCK_M, BLOCK_N])), mask, eviction_policy='evict_last')
+        tmp1 = total + tmp0
+        tmp2 = tl.full([1], 0, tl.int32)
+        tmp3 = triton_helpers.maximum(tmp2, tmp1)
+        tl.store(out_ptr1 + (tl.broadcast_to(idx_n + 96*idx_m, [BLOCK_M, BLOCK_N])), tmp3, mask)
+        claim = dl.claim(ctx=CTX)
+    dl.leave(ctx=CTX)""")
+    assert_expected_inline(launches(code, group), """\
+launch_context(cpu, GROUP, 65536, 8, 'matmul_all_reduce(x [24, *], weight [*, 96], torch.float32, sum, two_shot=False)')
+kernel 0
+after_launch(GROUP)""")
+
+
+def test_kernels_of_one_group_keep_their_order(group):
+    """Branches that do not depend on each other: launched in one order, the context right before each launch."""
+
+    def fn(x, y, up, down):
+        first = all_reduce(x @ down, "sum", group)
+        second = all_gather_tensor(y, 0, group) @ up
+        third = reduce_scatter_tensor(x.sin() @ down, "sum", 0, group)
+        return third, second, first
+
+    code = generated(fn, torch.randn(16, 32), torch.randn(4, 48), torch.randn(48, 16), torch.randn(32, 48))
+    assert len(kernels(code)) == 3
+    assert_expected_inline(re.sub(r"kernel \d", "kernel", launches(code, group)), """\
+launch_context(cpu, GROUP, 16384, 4, 'matmul_all_reduce(x [16, *], weight [*, 48], torch.float32, sum, two_shot=False)')
+kernel
+after_launch(GROUP)
+launch_context(cpu, GROUP, 16384, 4, 'matmul_reduce_scatter(x [16, *], weight [*, 48], torch.float32, sum, inner=4)')
+kernel
+after_launch(GROUP)
+launch_context(cpu, GROUP, 3072, 4, 'all_gather_matmul(shard [4, 48], torch.float32, inner=4)')
+kernel
+after_launch(GROUP)""")
+
+
+def test_every_constant_of_a_kernel_is_a_literal(group):
+    """Names of groups are text, not code: they may be hashes."""
+
+    def fn(x, weight):
+        return all_reduce(x @ weight, "sum", group)
+
+    (kernel,) = kernels(generated(fn, torch.randn(24, 64), torch.randn(64, 96)))
+    names = re.findall(r"TTD_GROUP : tl.constexpr = (.*)", kernel)
+    assert names in ([], [repr(group.group_name)])

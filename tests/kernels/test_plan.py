@@ -1,0 +1,192 @@
+"""Plans: what every kernel touches lies inside what its plan asks for, and no two writers share a place.
+
+The addresses are listed here once more, in plain Python, from the docstrings of the kernels.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torch_triton_dist.backends import cpu
+from torch_triton_dist.kernels import all_gather_matmul as ag_mm
+from torch_triton_dist.kernels import matmul_all_reduce as mm_ar
+from torch_triton_dist.kernels import matmul_reduce_scatter as mm_rs
+from torch_triton_dist.kernels.matmul_tile import swizzle
+from torch_triton_dist.kernels.template import DTYPES
+from torch_triton_dist.runtime.layout import heap_layout
+
+cpu.ensure_registered()
+
+DEVICES = [torch.device("cpu"), torch.device("cuda", 0)]
+shapes = {
+    "world": st.integers(2, 9),
+    "rows": st.one_of(st.integers(1, 40), st.integers(1, 700)),
+    "n": st.one_of(st.integers(1, 40), st.integers(1, 1500)),
+    "k": st.one_of(st.integers(1, 40), st.integers(1, 6000)),
+    "dtype": st.sampled_from(DTYPES),
+    "device": st.sampled_from(DEVICES),
+}
+many = settings(max_examples=150, deadline=None)
+
+
+def cdiv(a, b):
+    return -(-a // b)
+
+
+def check_slots(plan, slots, flags, itemsize):
+    """slots: (start, elements) of every slot of one heap; flags: every flag; both without repeats, inside the plan."""
+    assert len(set(flags)) == len(flags) and min(flags) >= 0 and max(flags) < plan.nflags
+    slots = sorted(slots)
+    for (start, elements), (following, _) in itertools.pairwise(slots):
+        assert start + elements <= following
+    assert slots[0][0] >= 0 and sum(slots[-1]) * itemsize <= plan.nbytes
+    # The halves: flags and data of both lie apart, inside the heap.
+    flags_stride, data_start, data_stride, total = heap_layout(plan.nbytes, plan.nflags)
+    assert plan.nflags * 8 <= flags_stride and 2 * flags_stride <= data_start
+    assert plan.nbytes <= data_stride and data_start + 2 * data_stride <= total and data_start % 256 == data_stride % 256 == 0
+
+
+def check_even(plan, rows, n, k):
+    c = plan.constants
+    assert c["EVEN"] == (rows % c["BLOCK_M"] == 0 and n % c["BLOCK_N"] == 0 and k % c["BLOCK_K"] == 0)
+    assert c["BLOCK_M"] >= 16 and c["BLOCK_N"] >= 16 and c["BLOCK_K"] >= 16  # tl.dot takes no less
+    assert plan.programs >= 1
+
+
+@many
+@given(**shapes)
+def test_reduce_scatter(world, rows, n, k, dtype, device):
+    plan = mm_rs.plan(world * rows, n, k, world, dtype, inner=rows, reduce_op="sum", bias_dims=0, device=device)
+    c = plan.constants
+    check_even(plan, rows, n, k)
+    tile_elements = c["BLOCK_M"] * c["BLOCK_N"]
+    tiles = cdiv(rows, c["BLOCK_M"]) * cdiv(n, c["BLOCK_N"])
+    indices = [source * tiles + tile for source in range(world) for tile in range(tiles)]
+    check_slots(plan, [(index * tile_elements, tile_elements) for index in indices], indices, dtype.itemsize)
+    assert tiles >= 1  # so every rank waits for every peer
+
+
+@many
+@given(**shapes, two_shot=st.sampled_from([None, True, False]))
+def test_all_reduce(world, rows, n, k, dtype, device, two_shot):
+    plan = mm_ar.plan(rows, n, k, world, dtype, reduce_op="avg", bias_dims=0, device=device, two_shot=two_shot)
+    c = plan.constants
+    check_even(plan, rows, n, k)
+    tile_elements = c["BLOCK_M"] * c["BLOCK_N"]
+    tiles = cdiv(rows, c["BLOCK_M"]) * cdiv(n, c["BLOCK_N"])
+    if not c["TWO_SHOT"]:
+        indices = [source * tiles + tile for source in range(world) for tile in range(tiles)]
+        check_slots(plan, [(index * tile_elements, tile_elements) for index in indices], indices, dtype.itemsize)
+        return
+    assert tiles >= world
+    owned = cdiv(tiles, world)
+    summed = []
+    for me in range(world):
+        mine = [tile for tile in range(tiles) if tile % world == me]
+        assert [local * world + me for local in range(owned) if local * world + me < tiles] == mine
+        partials = [source * owned + tile // world for source in range(world) for tile in mine]
+        reduced = [world * owned + tile for tile in range(tiles)]
+        check_slots(plan, [(index * tile_elements, tile_elements) for index in partials + reduced], partials + reduced, dtype.itemsize)
+        summed += mine
+    assert sorted(summed) == list(range(tiles))
+
+
+@many
+@given(**shapes)
+def test_all_gather(world, rows, n, k, dtype, device):
+    plan = ag_mm.plan(rows, n, k, world, dtype, inner=rows, has_bias=False, gather=False, device=device)
+    c = plan.constants
+    check_even(plan, rows, n, k)
+    blocks, chunks = cdiv(rows, c["BLOCK_M"]), cdiv(k, c["PUSH_K"])
+    assert c["PUSH_K"] % c["BLOCK_C"] == 0  # the pieces of a chunk end where the chunk ends
+    assert (chunks - 1) * c["PUSH_K"] < k <= chunks * c["PUSH_K"]
+    flags = [(source * blocks + block) * chunks + chunk for source in range(world) for block in range(blocks) for chunk in range(chunks)]
+    check_slots(plan, [(source * rows * k, rows * k) for source in range(world)], flags, dtype.itemsize)
+
+
+@many
+@given(**shapes, other=st.integers(0, 5000))
+def test_what_ranks_share_does_not_depend_on_what_they_do_not(world, rows, n, k, dtype, device, other):
+    """A weight may be sharded unevenly: another N (even none) behind a gather, another K before a reduction."""
+
+    def shared(plan, *local):
+        return plan.nbytes, plan.nflags, plan.signature, {key: v for key, v in plan.constants.items() if key not in local}
+
+    def gather(columns, keep):
+        return ag_mm.plan(rows, columns, k, world, dtype, inner=rows, has_bias=keep, gather=keep, device=device)
+
+    local = ("BLOCK_N", "EVEN", "HAS_BIAS", "GATHER")
+    assert shared(gather(n, False), *local) == shared(gather(other, True), *local)
+
+    def reduced(depth):
+        return mm_ar.plan(rows, n, depth, world, dtype, reduce_op="sum", bias_dims=0, device=device)
+
+    def scattered(depth):
+        return mm_rs.plan(world * rows, n, depth, world, dtype, inner=rows, reduce_op="sum", bias_dims=0, device=device)
+
+    for plan in (reduced, scattered):
+        assert shared(plan(k), "BLOCK_K", "EVEN") == shared(plan(max(1, other)), "BLOCK_K", "EVEN")
+
+
+@given(world=st.integers(2, 5), outer=st.integers(1, 4), shard=st.integers(1, 5), last=st.integers(1, 3))
+def test_inner_rows_are_those_of_a_split(world, outer, shard, last):
+    """Row j of rank r, as the kernels compute it, is row j of the r-th part of a split on dim 1."""
+    rows = torch.arange(outer * shard * world * last).view(outer, shard * world, last)
+    inner = mm_rs.inner_rows((outer, shard * world, last, 7), 1, world)
+    assert inner == shard * last
+    for rank, part in enumerate(rows.chunk(world, dim=1)):
+        j = torch.arange(part.numel())
+        assert torch.equal((j // inner * world + rank) * inner + j % inner, part.flatten())
+
+
+def test_a_rank_without_columns_keeps_the_gathered_rows():
+    assert ag_mm.keeps_gathered([0], False) and ag_mm.keeps_gathered([4, 4], False) and ag_mm.keeps_gathered([4], True)
+    assert not ag_mm.keeps_gathered([4], False)
+
+
+def test_large_problems_stay_inside_the_index_types():
+    """Claims, flags and tile numbers are int32; what is beyond is an int64 offset."""
+    for world in (2, 8):
+        for device in DEVICES:
+            rows, n, k = 1 << 18, 1 << 16, 1 << 14  # heaps of terabytes
+            plans = [
+                mm_rs.plan(rows * world, n, k, world, torch.bfloat16, inner=rows, reduce_op="sum", bias_dims=0, device=device),
+                mm_ar.plan(rows, n, k, world, torch.bfloat16, reduce_op="sum", bias_dims=0, device=device),
+                ag_mm.plan(rows, n, k, world, torch.bfloat16, inner=rows, has_bias=False, gather=True, device=device),
+            ]
+            for plan in plans:
+                tiles = cdiv(rows, plan.constants["BLOCK_M"]) * cdiv(n, plan.constants["BLOCK_N"])
+                assert plan.nflags < 2**31 and (world + 2) * tiles + plan.nflags < 2**31
+                assert plan.nbytes < 2**62
+
+
+@pytest.mark.parametrize(("tiles_m", "tiles_n", "group"), [(3, 2, 2), (1, 5, 8), (17, 3, 8), (8, 1, 8), (5, 7, 1)])
+def test_swizzle_visits_every_tile_once(tiles_m, tiles_n, group):
+    @triton.jit
+    def kernel(OUT, tiles_m, tiles_n, GROUP: tl.constexpr):
+        for tile in range(tiles_m * tiles_n):
+            row, column = swizzle(tile, tiles_m, tiles_n, GROUP)
+            tl.store(OUT + 2 * tile, row)
+            tl.store(OUT + 2 * tile + 1, column)
+
+    out = torch.empty(tiles_m * tiles_n, 2, dtype=torch.int32)
+    kernel[(1,)](out, tiles_m, tiles_n, GROUP=group)
+    visited = [tuple(pair) for pair in out.tolist()]
+    assert sorted(visited) == [(row, column) for row in range(tiles_m) for column in range(tiles_n)]
+    if (tiles_m, tiles_n, group) == (3, 2, 2):
+        assert visited == [(0, 0), (1, 0), (0, 1), (1, 1), (2, 0), (2, 1)]
+
+
+@given(value=st.integers(0, 10**9))
+def test_alignment(value):
+    from torch_triton_dist.kernels.template import align
+
+    assert align(value) % 256 == 0 and 0 <= align(value) - value < 256 and align(value) == 256 * math.ceil(value / 256)

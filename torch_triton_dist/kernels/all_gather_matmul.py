@@ -62,7 +62,7 @@ SOURCE = r"""
             for i in tl.static_range(1, WORLD):
                 remote = dl.symm_at(slots, (me + i) % WORLD, alignment=16, ctx=CTX)
                 tl.store(remote + me * slot_size + offsets, values, mask=moved)
-        for i in tl.static_range(1, WORLD):
+        for i in range(1, WORLD):
             dl.notify(flags + (me * tiles_m + block) * chunks + chunk, (me + i) % WORLD, signal=n, ctx=CTX)
         claim = dl.claim(ctx=CTX)
 

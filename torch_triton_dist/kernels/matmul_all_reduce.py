@@ -86,7 +86,7 @@ SOURCE = r"""
         for i in tl.static_range(WORLD):
             remote = dl.symm_at(slots, (me + i) % WORLD, alignment=16, ctx=CTX)
             tl.store(remote + slot + in_tile, partial.to(DTYPE), mask=sent)
-        for i in tl.static_range(WORLD):
+        for i in range(WORLD):
             dl.notify(flags + me * tiles + claim, (me + i) % WORLD, signal=n, ctx=CTX)
 {% endif %}
         claim = dl.claim(ctx=CTX)
@@ -98,7 +98,7 @@ SOURCE = r"""
         tile = local * WORLD + me
         if tile < tiles:
             total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-            for source in tl.static_range(WORLD):
+            for source in range(WORLD):
                 index = source * owned + local
                 token = dl.wait(flags + index, 1, "sys", "acquire", n, kernel=KERNEL_ID, peer=source, ctx=CTX)
                 partials = dl.consume_token(slots + index.to(tl.int64) * (BLOCK_M * BLOCK_N), token)
@@ -108,7 +108,7 @@ SOURCE = r"""
                 for i in tl.static_range(WORLD):
                     remote = dl.symm_at(reduced_slots, (me + i) % WORLD, alignment=16, ctx=CTX)
                     tl.store(remote + tile.to(tl.int64) * (BLOCK_M * BLOCK_N) + in_tile, total.to(DTYPE))
-                for i in tl.static_range(WORLD):
+                for i in range(WORLD):
                     dl.notify(reduced_flags + tile, (me + i) % WORLD, signal=n, ctx=CTX)
         claim = dl.claim(ctx=CTX)
 {% endif %}
@@ -126,7 +126,7 @@ SOURCE = r"""
         total = tl.load(arrived + in_tile).to(tl.float32)
 {% else %}
         total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-        for source in tl.static_range(WORLD):
+        for source in range(WORLD):
             index = source * tiles + tile
             token = dl.wait(flags + index, 1, "sys", "acquire", n, kernel=KERNEL_ID, peer=source, ctx=CTX)
             partials = dl.consume_token(slots + index.to(tl.int64) * (BLOCK_M * BLOCK_N), token)

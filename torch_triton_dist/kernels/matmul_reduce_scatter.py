@@ -88,7 +88,7 @@ SOURCE = r"""
         idx_n = (tile_n * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
         mask = (idx_m < R) & (idx_n < N)
         total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-        for source in tl.static_range(WORLD):
+        for source in range(WORLD):
             index = source * tiles + tile
             token = dl.wait(flags + index, 1, "sys", "acquire", n, kernel=KERNEL_ID, peer=source, ctx=CTX)
             partials = dl.consume_token(slots + index.to(tl.int64) * (BLOCK_M * BLOCK_N), token)

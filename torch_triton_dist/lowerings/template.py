@@ -17,6 +17,7 @@ from torch.utils._ordered_set import OrderedSet
 from ..kernels import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 from ..kernels.template import IMPORTS, Plan
 
+
 class DistributedTemplateKernel(TritonTemplateKernel):
     """A template kernel that imports the device language, and is followed by `runtime.after_launch`."""
 

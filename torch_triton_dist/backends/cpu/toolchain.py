@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import functools
 import hashlib
 import os
@@ -78,6 +79,26 @@ def compile_shared_object(source: str, *, what: str, extra_flags: Sequence[str] 
                 f"command: {shlex.join(command)}\n{result.stderr[:4000]}"
             )
         return Path(target).read_bytes()
+
+
+def compile_kernel(source: str, name: str, extra_flags: Sequence[str] = ()) -> bytes:
+    """Sealed shared object of a kernel. Processes that want the same one at the same time (the ranks of a job) compile it once:
+    the first takes a lock in Triton's cache, the others wait for what it leaves there."""
+    from triton import knobs
+    from triton.runtime.cache import get_cache_manager
+
+    key = hashlib.sha256("\0".join((backend_key(), *extra_flags, source)).encode()).hexdigest()
+    manager = get_cache_manager(key)
+    locks = os.path.join(knobs.cache.dir, "cpu_locks")  # they stay: removing one would race with the next process that opens it
+    os.makedirs(locks, exist_ok=True)
+    with open(os.path.join(locks, key), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file is closed, also by the end of the process
+        path = manager.get_file("kernel.so")
+        sealed = Path(path).read_bytes() if path is not None and not knobs.compilation.always_compile else b""
+        if unseal(sealed) is None:
+            sealed = seal(compile_shared_object(source, what=f"kernel {name}", extra_flags=extra_flags))
+            manager.put(sealed, "kernel.so")
+    return sealed
 
 
 def seal(binary: bytes) -> bytes:

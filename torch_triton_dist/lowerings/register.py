@@ -27,7 +27,8 @@ def _ints(sizes: Any) -> list[int]:
 
 
 def _rows(x: Any) -> Any:
-    return realize(view(x, [-1, x.get_size()[-1]]))
+    sizes = _ints(x.get_size())
+    return realize(view(x, [math.prod(sizes[:-1]), sizes[-1]]))  # not -1: K may be 0 on a rank
 
 
 def bias_dims(bias: Any) -> int:

@@ -228,9 +228,11 @@ typedef float Lanes __attribute__((vector_size(TTD_LANES * 4), aligned(4), may_a
 
 template <int N, int K, int ROWS, int COLUMNS>
 static inline void ttd_dot_tile(const float* __restrict a, const float* __restrict b, float* __restrict c) {
+  // From zero, and into c at the end: a chain of K additions for each block, not one over the whole depth of the matmul, whose
+  // rounding would grow with it.
   Lanes sum[ROWS][COLUMNS];
   for (int i = 0; i < ROWS; ++i)
-    for (int j = 0; j < COLUMNS; ++j) sum[i][j] = *(const Lanes*)(c + i * N + j * TTD_LANES);
+    for (int j = 0; j < COLUMNS; ++j) sum[i][j] = Lanes{};
   for (int k = 0; k < K; ++k) {
     Lanes row[COLUMNS];
     for (int j = 0; j < COLUMNS; ++j) row[j] = *(const Lanes*)(b + k * N + j * TTD_LANES);
@@ -238,7 +240,7 @@ static inline void ttd_dot_tile(const float* __restrict a, const float* __restri
       for (int j = 0; j < COLUMNS; ++j) sum[i][j] += row[j] * a[i * K + k];
   }
   for (int i = 0; i < ROWS; ++i)
-    for (int j = 0; j < COLUMNS; ++j) *(Lanes*)(c + i * N + j * TTD_LANES) = sum[i][j];
+    for (int j = 0; j < COLUMNS; ++j) *(Lanes*)(c + i * N + j * TTD_LANES) += sum[i][j];
 }
 
 // Any type and shape.

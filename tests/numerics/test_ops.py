@@ -1,0 +1,376 @@
+"""The ops, called eagerly on real ranks, against the unfused forms and against float64."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.numerics.common import check_accuracy, errors, gather_all, in_layout, numbers, world_group
+from torch_triton_dist import config
+from torch_triton_dist.kernels import all_gather_matmul as ag_mm
+from torch_triton_dist.kernels import matmul_all_reduce as mm_ar
+from torch_triton_dist.kernels import matmul_reduce_scatter as mm_rs
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+AG, RS, AR = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call. shape: of x on each rank, before the scatter dim is multiplied by the number of ranks. widths: columns of each
+    weight; biases: which of them have a bias."""
+
+    op: str
+    shape: tuple[int, ...]
+    widths: tuple[int, ...]
+    dim: int = 0
+    biases: tuple[bool, ...] = ()
+    reduce_op: str = "sum"
+    layout: str = "plain"
+    dtype: torch.dtype = torch.float32
+    two_shot: bool = False
+
+    def __str__(self) -> str:
+        details = [self.reduce_op] * (self.op != AG) + ["bias"] * any(self.biases) + ["two_shot"] * self.two_shot
+        return "-".join([self.op, "x".join(map(str, self.shape)), f"dim{self.dim}", self.layout, *details])
+
+
+CASES = [
+    Case(AG, (37, 70), (45,), biases=(True,)),
+    Case(AG, (3, 10, 48), (80, 16, 33), dim=1, biases=(False, True, False), layout="transposed"),
+    Case(AG, (2, 3, 5, 33), (64,), dim=2, layout="strided"),
+    Case(AG, (2, 16, 64), (128, 1), dim=-3, layout="offset"),
+    Case(AG, (2, 9, 40), (24,), dim=1, biases=(True,), layout="expanded"),
+    Case(AG, (20, 1100), (70, 10)),  # more than one chunk of a row block
+    Case(RS, (37, 70), (45,), biases=(True,), reduce_op="avg"),
+    Case(RS, (3, 10, 48), (80,), dim=1, layout="transposed"),
+    Case(RS, (2, 3, 5, 33), (64,), dim=2, biases=(True,), layout="strided"),
+    Case(RS, (2, 16, 64), (128,), dim=-3, layout="offset"),
+    Case(RS, (2, 9, 40), (24,), dim=1, reduce_op="avg", layout="expanded"),
+    Case(AR, (37, 70), (45,), biases=(True,), reduce_op="avg"),
+    Case(AR, (3, 10, 48), (80,), layout="transposed"),
+    Case(AR, (2, 3, 5, 33), (64,), biases=(True,), layout="strided"),
+    Case(AR, (2, 16, 64), (128,), layout="offset"),
+    Case(AR, (3, 40, 40), (200,), layout="expanded", biases=(True,), two_shot=True),
+    Case(AR, (128, 70), (128,), reduce_op="avg", two_shot=True),
+]
+
+
+def operands(case: Case, rank: int, world: int) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor | None]]:
+    shape = list(case.shape)
+    if case.op == RS:
+        shape[case.dim] *= world
+    x = in_layout(numbers(rank, *shape, dtype=case.dtype), case.layout)
+    # What is repeated along the rows of a weight would make all terms of a sum alike: only x and the bias are expanded.
+    layout = "plain" if case.layout == "expanded" else case.layout
+    weights = [in_layout(numbers(rank, shape[-1], n, dtype=case.dtype, seed=1 + i), layout) for i, n in enumerate(case.widths)]
+    biases: list[torch.Tensor | None] = []
+    for index, has_bias in enumerate(case.biases):
+        bias = numbers(rank, case.widths[index], dtype=case.dtype, seed=9 + index)
+        layout = case.layout if case.layout in ("strided", "expanded") else "plain"
+        biases.append(in_layout(bias, layout) if has_bias else None)
+    return x, weights, biases
+
+
+def call(case: Case, x, weights, biases, group: str) -> list[torch.Tensor]:
+    """The results of the op; the gathered tensor comes last."""
+    import torch_triton_dist.ops  # noqa: F401
+
+    ops = torch.ops.torch_triton_dist
+    if case.op == AG:
+        products, gathered = ops.all_gather_matmul(x, weights, case.dim, group, bias=biases, return_gathered=len(weights) > 1)
+        return [*products, gathered] if gathered is not None else products
+    bias = biases[0] if biases else None
+    if case.op == RS:
+        return [ops.matmul_reduce_scatter(x, weights[0], case.dim, case.reduce_op, group, bias=bias)]
+    limit = mm_ar.TWO_SHOT_BYTES
+    mm_ar.TWO_SHOT_BYTES = 0 if case.two_shot else limit
+    try:
+        if not case.two_shot or dist.get_world_size() > 2:
+            return [ops.matmul_all_reduce(x, weights[0], case.reduce_op, group, bias=bias)]
+        # Two ranks never choose it themselves.
+        rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+        out = mm_ar.run(rows, weights[0], case.reduce_op, group, 2, bias, two_shot=True)
+        return [out.view(*x.shape[:-1], out.shape[-1])]
+    finally:
+        mm_ar.TWO_SHOT_BYTES = limit
+
+
+def unfused(case: Case, x, weights, biases, group: str) -> list[torch.Tensor]:
+    if case.op == AG:
+        products, gathered = ag_mm.reference(x.contiguous(), weights, case.dim, group, biases or None)
+        return [*products, gathered] if len(weights) > 1 else products
+    bias = biases[0] if biases else None
+    if case.op == RS:
+        return [mm_rs.reference(x, weights[0], case.dim, case.reduce_op, group, bias)]
+    return [mm_ar.reference(x, weights[0], case.reduce_op, group, bias)]
+
+
+def exact(case: Case, x, weights, biases, rank: int, world: int) -> list[torch.Tensor]:
+    """The results in float64, from the operands of all ranks."""
+    if case.op == AG:
+        gathered = torch.cat(gather_all(x), case.dim)
+        products = [gathered @ weight.double() for weight in weights]
+        products = [p if b is None else p + b.double() for p, b in zip(products, biases or [None] * len(products), strict=True)]
+        return [*products, gathered] if len(weights) > 1 else products
+    partial = x.double() @ weights[0].double()
+    if biases:
+        partial += biases[0].double()
+    total = torch.stack(gather_all(partial)).sum(0) / (world if case.reduce_op == "avg" else 1)
+    return [total.chunk(world, case.dim)[rank] if case.op == RS else total]
+
+
+def run_case(rank: int, world: int, case: Case, num_programs: int = 0) -> list:
+    x, weights, biases = operands(case, rank, world)
+    group = world_group()
+    with config.patch(num_programs=num_programs):
+        ours = call(case, x, weights, biases, group)
+        again = call(case, x, weights, biases, group)
+    theirs, truth = unfused(case, x, weights, biases, group), exact(case, x, weights, biases, rank, world)
+    for one, two, reference in zip(ours, again, theirs, strict=True):
+        assert one.dtype == case.dtype and one.is_contiguous()
+        assert one.shape == reference.shape
+        assert torch.equal(one, two), "not the same from run to run"
+    if case.op == AR:
+        everywhere = gather_all(ours[0])
+        assert all(torch.equal(everywhere[0], other) for other in everywhere), "not the same on all ranks"
+    if case.op == AG and len(case.widths) > 1:
+        assert torch.equal(ours[-1], theirs[-1]), "the gathered tensor"
+    return [errors(t, a, b) for t, a, b in zip(truth, ours, theirs, strict=True)]
+
+
+def check_case(pool, case: Case, *args) -> None:
+    by_rank = pool.run(run_case, case, *args)
+    for output in range(len(by_rank[0])):
+        check_accuracy([of_rank[output] for of_rank in by_rank], case.dtype, f"{case}, output {output}")
+
+
+def every_case() -> list:
+    """All cases in all dtypes."""
+    every = [replace(case, dtype=dtype) for case in CASES for dtype in DTYPES]
+    names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+    return [pytest.param(c, id=f"{c}-{names[c.dtype]}") for c in every]
+
+
+@pytest.mark.parametrize("case", every_case())
+def test_against_unfused_and_float64(ranks, case):
+    check_case(ranks, case)
+
+
+def several_threads(rank: int, world: int, case: Case, num_programs: int) -> list:
+    torch.set_num_threads(3)
+    try:
+        return run_case(rank, world, case, num_programs)
+    finally:
+        torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("num_programs", [1, 3, 200])
+@pytest.mark.parametrize("case", [CASES[1], CASES[7], CASES[12], CASES[15]], ids=str)
+def test_any_number_of_programs(ranks2, case, num_programs):
+    """One program does everything; three share it on three threads; 200 are more than there is to do, and most find nothing."""
+    by_rank = ranks2.run(several_threads, case, num_programs)
+    for output in range(len(by_rank[0])):
+        check_accuracy([of_rank[output] for of_rank in by_rank], case.dtype, f"{case}, output {output}")
+
+
+def two_shot_by_size(rank: int, world: int) -> tuple[list, list[bool]]:
+    """520 x 520 fp32 is just above the size at which four ranks take the two-shot algorithm by themselves, 16 x 520 is below."""
+    chosen = []
+    real = mm_ar.plan
+
+    def plan(*args, **kwargs):
+        chosen.append(real(*args, **kwargs).constants["TWO_SHOT"])
+        return real(*args, **kwargs)
+
+    mm_ar.plan = plan
+    try:
+        found = run_case(rank, world, Case(AR, (520, 16), (520,)))
+        run_case(rank, world, Case(AR, (16, 16), (520,)))
+    finally:
+        mm_ar.plan = real
+    return found, chosen
+
+
+def test_two_shot_by_size(ranks4):
+    answers = ranks4.run(two_shot_by_size)
+    check_accuracy([found[0] for found, _ in answers], torch.float32, "520 x 520")
+    assert [chosen for _, chosen in answers] == [[True, True, False, False]] * 4
+
+
+def bias_of_full_size(rank: int, world: int, case: Case) -> list:
+    """A bias as large as the product, as a residual is: added on every rank before the reduction."""
+    x, weights, _ = operands(case, rank, world)
+    bias = in_layout(numbers(rank, *x.shape[:-1], case.widths[0], dtype=case.dtype, seed=9), case.layout)
+    ours, theirs = (form(case, x, weights, [bias], world_group())[0] for form in (call, unfused))
+    return errors(exact(case, x, weights, [bias], rank, world)[0], ours, theirs)
+
+
+@pytest.mark.parametrize("op", [RS, AR])
+@pytest.mark.parametrize("layout", ["plain", "transposed"])
+def test_bias_of_full_size(ranks, op, layout):
+    case = Case(op, (2, 10, 33), (45,), dim=1, biases=(True,), layout=layout, dtype=torch.bfloat16)
+    check_accuracy(ranks.run(bias_of_full_size, case), case.dtype, str(case))
+
+
+# ---- shards of unequal size: what is not the same on all ranks, and may differ
+
+
+def uneven_columns(rank: int, world: int, widths: tuple[int, ...], dtype: torch.dtype) -> list:
+    """A weight with another number of columns on each rank; many launches, so that a rank with no columns cannot run ahead."""
+    import torch_triton_dist.ops  # noqa: F401
+
+    found = []
+    for step in range(6):
+        shard = numbers(rank, 2, 12, 40, dtype=dtype, seed=step)
+        weight, bias = numbers(rank, 40, widths[rank], dtype=dtype, seed=50), numbers(rank, widths[rank], dtype=dtype, seed=51)
+        case = Case(AG, (2, 12, 40), (widths[rank],), dim=1, biases=(True,), dtype=dtype)
+        ours = call(case, shard, [weight], [bias], world_group())
+        theirs = unfused(case, shard, [weight], [bias], world_group())
+        assert ours[0].shape == (2, 12 * world, widths[rank])
+        found.append(errors(exact(case, shard, [weight], [bias], rank, world)[0], ours[0], theirs[0]))
+    return [[sum(step[i][j] for step in found) for j in (0, 1)] for i in (0, 1)]
+
+
+@pytest.mark.parametrize("widths", [(33, 0), (7, 64), (20, 20, 5, 0)], ids=str)
+def test_columns_may_differ(ranks2, ranks4, widths):
+    check_accuracy(
+        (ranks2 if len(widths) == 2 else ranks4).run(uneven_columns, widths, torch.bfloat16), torch.bfloat16, str(widths)
+    )
+
+
+def uneven_depth(rank: int, world: int, op: str, depths: tuple[int, ...], two_shot: bool) -> list:
+    """x @ weight with another depth on each rank: a rank with none contributes zeros, or its bias."""
+    k = depths[rank]
+    case = Case(op, (2, 16, k), (48,), dim=1, biases=(True,), two_shot=two_shot)
+    found = []
+    for step in range(3):
+        x = numbers(rank, 2, 16 * (world if op == RS else 1), k, dtype=torch.float32, seed=step)
+        weight, bias = numbers(rank, k, 48, dtype=torch.float32, seed=60), numbers(rank, 48, dtype=torch.float32, seed=61)
+        ours, theirs = (form(case, x, [weight], [bias], world_group())[0] for form in (call, unfused))
+        found.append(errors(exact(case, x, [weight], [bias], rank, world)[0], ours, theirs))
+    return [[sum(step[i][j] for step in found) for j in (0, 1)] for i in (0, 1)]
+
+
+@pytest.mark.parametrize(("op", "two_shot"), [(RS, False), (AR, False), (AR, True)])
+@pytest.mark.parametrize("depths", [(33, 0), (30, 30, 10, 0)], ids=str)
+def test_depth_may_differ(ranks2, ranks4, op, depths, two_shot):
+    by_rank = (ranks2 if len(depths) == 2 else ranks4).run(uneven_depth, op, depths, two_shot)
+    check_accuracy(by_rank, torch.float32, f"{op} {depths}")
+
+
+# ---- many launches, back to back
+
+
+def rotation(rank: int, world: int) -> None:
+    """Launches of all ops in turn share the two halves of the heap; a slow rank now and then; one exact integer result each."""
+    import torch_triton_dist.ops  # noqa: F401
+
+    ops, group = torch.ops.torch_triton_dist, world_group()
+    for step in range(60):
+        if step % 20 == 10 * (rank % 2):
+            time.sleep(0.01)
+        value = float(step % 7 + 1)
+        x, weight = torch.full((4 * world, 16), value), torch.full((16, 32), float(rank + 1))
+        ranks_sum = world * (world + 1) / 2
+        assert (ops.matmul_all_reduce(x, weight, "sum", group) == 16 * value * ranks_sum).all()
+        assert (ops.matmul_reduce_scatter(x, weight, 0, "sum", group) == 16 * value * ranks_sum).all()
+        (product,), _ = ops.all_gather_matmul(x * (rank + 1), [weight], 0, group, bias=[])
+        rows = torch.arange(1, world + 1).repeat_interleave(4 * world)[:, None]
+        assert (product == 16 * value * (rank + 1) * rows).all()
+
+
+def test_many_launches(ranks):
+    ranks.run(rotation)
+
+
+# ---- groups
+
+
+def subgroups(rank: int, world: int) -> list:
+    """Both rows of a 2 x 2 mesh, then both of its columns, at once; and the world again."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    import torch_triton_dist.ops  # noqa: F401
+
+    seen = []
+    for name in ("b", "a"):
+        group = mesh[name].get_group().group_name
+        x, weight = torch.full((4, 16), 10.0**rank), torch.ones(16, 16)
+        seen.append(torch.ops.torch_triton_dist.matmul_all_reduce(x, weight, "sum", group)[0, 0].item() / 16)
+    seen.append(torch.ops.torch_triton_dist.matmul_all_reduce(x, weight, "sum", world_group())[0, 0].item() / 16)
+    return seen
+
+
+def test_groups_of_a_mesh(ranks4):
+    assert ranks4.run(subgroups) == [[11, 101, 1111], [11, 1010, 1111], [1100, 101, 1111], [1100, 1010, 1111]]
+
+
+# ---- wrong input
+
+
+def messages(rank: int, world: int) -> None:
+    """Each wrong call is refused on every rank before anything is launched, with words that name the op and the operand."""
+    import torch_triton_dist.ops  # noqa: F401
+
+    ops, group = torch.ops.torch_triton_dist, world_group()
+    x, weight = torch.randn(4, 6, 8), torch.randn(8, 10)
+    wrong = [
+        (lambda: ops.matmul_all_reduce(x, weight.bfloat16(), "sum", group), r"dtype torch\.bfloat16 with torch\.float32"),
+        (
+            lambda: ops.matmul_all_reduce(x.double(), weight.double(), "sum", group),
+            r"float64.*all float32, all bfloat16 or all float16",
+        ),
+        (lambda: ops.matmul_all_reduce(x, weight, "max", group), r"matmul_all_reduce: reduce_op is 'max', it is one of sum, avg"),
+        (lambda: ops.matmul_all_reduce(x, weight.t(), "sum", group), r"weight 0 has shape \[10, 8\], it needs to be \[8, N\]"),
+        (
+            lambda: ops.matmul_all_reduce(x, weight, "sum", group, bias=torch.randn(9)),
+            r"bias 0 has shape \[9\], it needs to be \[10\]",
+        ),
+        (lambda: ops.matmul_all_reduce(x, weight, "sum", group, bias=torch.randn(1, 10)), r"bias 0 has shape \[1, 10\]"),
+        (lambda: ops.matmul_all_reduce(x[0, 0], weight, "sum", group), r"shape \[8\], it needs at least two dims"),
+        (lambda: ops.matmul_all_reduce(x[:0], weight, "sum", group), r"matmul_all_reduce: the result is empty: x \[0, 6, 8\]"),
+        (
+            lambda: ops.matmul_reduce_scatter(x, weight, 2, "sum", group),
+            r"matmul_reduce_scatter: dim 2 of \[4, 6, 8\] is the dim that",
+        ),
+        (
+            lambda: ops.matmul_reduce_scatter(x, weight, 3, "sum", group),
+            r"dim 3 is out of range for a tensor of shape \[4, 6, 8\]",
+        ),
+        (
+            lambda: ops.matmul_reduce_scatter(x[:, :5], weight, 1, "sum", group),
+            rf"\[4, 5, 8\] is not divisible by the {world} ranks",
+        ),
+        (lambda: ops.matmul_reduce_scatter(x[:0], weight, 1, "sum", group), r"matmul_reduce_scatter: .*(empty|divisible)"),
+        (
+            lambda: ops.all_gather_matmul(x, [weight], -1, group, bias=[]),
+            r"all_gather_matmul: dim 2 of \[4, 6, 8\] is the dim that",
+        ),
+        (lambda: ops.all_gather_matmul(x, [], 0, group, bias=[]), r"all_gather_matmul: no weight was given"),
+        (lambda: ops.all_gather_matmul(x, [weight, weight], 0, group, bias=[None]), r"1 biases for 2 weights; give one"),
+        (
+            lambda: ops.all_gather_matmul(x, [weight, weight.half()], 0, group, bias=[]),
+            r"dtype torch\.float16 with torch\.float32",
+        ),
+        (
+            lambda: ops.all_gather_matmul(x[:, :0], [weight], 0, group, bias=[]),
+            r"all_gather_matmul: the shard is empty: \[4, 0, 8\]",
+        ),
+        (lambda: ops.matmul_all_reduce(x, weight, "sum", "nobody"), r"nobody"),
+    ]
+    for number, (attempt, words) in enumerate(wrong):
+        with pytest.raises((ValueError, RuntimeError, LookupError), match=words):
+            attempt()
+            raise AssertionError(f"wrong call {number} went through")
+    assert (ops.matmul_all_reduce(torch.ones(2, 8), torch.ones(8, 4), "sum", group) == 8 * world).all()
+
+
+def test_wrong_input(ranks2):
+    ranks2.run(messages)

@@ -65,7 +65,7 @@ def two_models(rank: int, world: int) -> None:
 
 
 def test_two_models_two_groups_and_another_shape(ranks4):
-    ranks4.run(two_models, timeout=120)
+    ranks4.run(two_models, timeout=170)
 
 
 def symbolic_shape(rank: int, world: int) -> None:
@@ -109,15 +109,15 @@ def with_cache(rank: int, world: int, folder: str) -> tuple[dict, dict]:
 
 def test_processes_that_share_a_cache(tmp_path):
     """The second process finds the graph and counts the same; four ranks do not take what two have compiled."""
-    first = run_ranks(with_cache, 2, str(tmp_path), timeout=120)
+    first = run_ranks(with_cache, 2, str(tmp_path), timeout=170)
     assert [found for found, _ in first] == [ONE_EACH] * 2
     assert any(cache["miss"] for _, cache in first) and not any(cache["bypass"] for _, cache in first)
-    second = run_ranks(with_cache, 2, str(tmp_path), timeout=120)
+    second = run_ranks(with_cache, 2, str(tmp_path), timeout=170)
     assert second == [(ONE_EACH, {"hit": 1, "miss": 0, "bypass": 0})] * 2
-    four = run_ranks(with_cache, 4, str(tmp_path), timeout=120)
+    four = run_ranks(with_cache, 4, str(tmp_path), timeout=170)
     assert [found for found, _ in four] == [ONE_EACH] * 4
     assert any(cache["miss"] for _, cache in four)
-    again = run_ranks(with_cache, 4, str(tmp_path), timeout=120)
+    again = run_ranks(with_cache, 4, str(tmp_path), timeout=170)
     assert again == [(ONE_EACH, {"hit": 1, "miss": 0, "bypass": 0})] * 4
 
 
@@ -200,7 +200,7 @@ def switches(rank: int, world: int) -> None:
 
 
 def test_enable_disable_enabled(ranks2):
-    ranks2.run(switches, timeout=120)
+    ranks2.run(switches, timeout=170)
 
 
 def flag_per_pattern(rank: int, world: int) -> None:
@@ -219,7 +219,7 @@ def flag_per_pattern(rank: int, world: int) -> None:
 
 
 def test_a_flag_per_pattern(ranks2):
-    ranks2.run(flag_per_pattern, timeout=120)
+    ranks2.run(flag_per_pattern, timeout=170)
 
 
 def reset_in_between(rank: int, world: int) -> None:

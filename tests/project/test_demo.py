@@ -19,6 +19,7 @@ TINY = ["--device=cpu", "--nproc=2", "--steps=2", "--layers=1", "--dim=64", "--h
 DEMO = [sys.executable, "-m", "torch_triton_dist", "demo", *TINY]
 
 
+@pytest.mark.timeout(400)  # the model is compiled twice, forward and backward
 @pytest.mark.parametrize(
     ("option", "patterns"),
     [
@@ -28,11 +29,11 @@ DEMO = [sys.executable, "-m", "torch_triton_dist", "demo", *TINY]
     ids=["sequence parallel", "replicated"],
 )
 def test_both_runs_agree_and_kernels_are_fused(option, patterns):
-    done = subprocess.run([*DEMO, *option], capture_output=True, text=True, timeout=170, check=False)
+    done = subprocess.run([*DEMO, *option], capture_output=True, text=True, timeout=380, check=False)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     assert "The losses of both runs agree." in done.stdout
-    fused = dict(re.findall(r"^ +(\d+)  (\w+)$", section(done.stdout, "Fused into one kernel"), flags=re.MULTILINE))
-    assert patterns <= set(fused.values()), done.stdout
+    fused = set(re.findall(r"^ +\d+  (\w+)$", section(done.stdout, "Fused into one kernel"), flags=re.MULTILINE))
+    assert patterns <= fused, done.stdout
     generated = section(done.stdout, "Generated kernels").split()[-1]
     assert "torch_triton_dist" in Path(generated).read_text(encoding="utf-8")
 

@@ -72,7 +72,7 @@ def _check_operands(name: str, x: Tensor, weights: list[Tensor], biases: list[Te
                 raise ValueError(f"{where}: operands on {operand.device} and {x.device}; they need to be on one device")
 
 
-def _check_reduction(name: str, x: Tensor, reduce_op: str) -> None:
+def _check_reduction(name: str, reduce_op: str) -> None:
     if reduce_op not in REDUCE_OPS:
         raise ValueError(f"{NAMESPACE}.{name}: reduce_op is {reduce_op!r}, it is one of {', '.join(REDUCE_OPS)}")
 
@@ -108,7 +108,7 @@ def _all_gather_matmul_fake(shard, weights, gather_dim, group, *, bias, return_g
 @torch.library.register_fake(f"{NAMESPACE}::matmul_reduce_scatter", lib=_library)
 def _matmul_reduce_scatter_fake(x, weight, scatter_dim, reduce_op, group, *, bias=None):
     _check_operands("matmul_reduce_scatter", x, [weight], [bias], full_bias=True)
-    _check_reduction("matmul_reduce_scatter", x, reduce_op)
+    _check_reduction("matmul_reduce_scatter", reduce_op)
     shape = _scattered("matmul_reduce_scatter", x, _leading_dim("matmul_reduce_scatter", x, scatter_dim), group_size(group))
     return x.new_empty([*shape[:-1], weight.shape[1]])
 
@@ -116,7 +116,7 @@ def _matmul_reduce_scatter_fake(x, weight, scatter_dim, reduce_op, group, *, bia
 @torch.library.register_fake(f"{NAMESPACE}::matmul_all_reduce", lib=_library)
 def _matmul_all_reduce_fake(x, weight, reduce_op, group, *, bias=None):
     _check_operands("matmul_all_reduce", x, [weight], [bias], full_bias=True)
-    _check_reduction("matmul_all_reduce", x, reduce_op)
+    _check_reduction("matmul_all_reduce", reduce_op)
     return x.new_empty([*x.shape[:-1], weight.shape[1]])
 
 
@@ -175,7 +175,7 @@ def _matmul_reduce_scatter(x, weight, scatter_dim, reduce_op, group, *, bias=Non
     with that dim divided by the number of ranks. Partial products travel in the dtype of x and are summed in fp32 in the order of the
     ranks, with one rounding."""
     _check_operands("matmul_reduce_scatter", x, [weight], [bias], full_bias=True)
-    _check_reduction("matmul_reduce_scatter", x, reduce_op)
+    _check_reduction("matmul_reduce_scatter", reduce_op)
     dim, world = _leading_dim("matmul_reduce_scatter", x, scatter_dim), group_size(group)
     shape = _scattered("matmul_reduce_scatter", x, dim, world)
     if math.prod(x.shape[:-1]) * weight.shape[1] == 0:
@@ -192,7 +192,7 @@ def _matmul_all_reduce(x, weight, reduce_op, group, *, bias=None):
     different loss. DTensor's Partial -> Replicate has another one: there all ranks hold the same loss, and the gradient of each rank
     passes as it is. The matchers work on graphs that autograd has already made, so both stay what they were."""
     _check_operands("matmul_all_reduce", x, [weight], [bias], full_bias=True)
-    _check_reduction("matmul_all_reduce", x, reduce_op)
+    _check_reduction("matmul_all_reduce", reduce_op)
     if math.prod(x.shape[:-1]) * weight.shape[1] == 0:
         raise ValueError(f"{NAMESPACE}.matmul_all_reduce: the result is empty: x {list(x.shape)}, weight {list(weight.shape)}")
     out = mm_ar.run(_rows(x), weight, reduce_op, group, group_size(group), _bias_rows(bias))

@@ -143,14 +143,16 @@ def test_deadline_then_reset(ranks2, op):
     assert values == late[5] == [[16.0 if op == "all_gather_matmul" else 32.0]] * 3
 
 
-def other_shapes(rank: int, world: int, op: str, rows: tuple[int, int]) -> list:
+def other_shapes(rank: int, world: int, op: str, seen: tuple[int, ...], rows: tuple[int, ...]) -> list:
+    """All ranks run `op` with each number of rows in `seen`, then with rows[rank]."""
     group = dist.new_group()
     name = group.group_name
-    fused_op(op, name, 32)
+    for before in seen:
+        fused_op(op, name, before)
     dist.barrier()
     if rank == 1:
         time.sleep(0.3)
-    with ttd.config.patch(timeout_s=QUICK):
+    with ttd.config.patch(timeout_s=2 * QUICK):
         start = time.monotonic()
         error = error_of(fused_op, op, name, rows[rank])
         seconds = time.monotonic() - start
@@ -159,20 +161,39 @@ def other_shapes(rank: int, world: int, op: str, rows: tuple[int, int]) -> list:
     values = fused_op(op, name, 64).unique().tolist()
     dist.barrier()
     dist.destroy_process_group(group)
-    return [str(error), seconds, values]
+    return [str(error), error.reason, seconds, values]
 
 
-SEEN_BEFORE = pytest.mark.xfail(reason="shapes are compared when a rank meets them first; here rank 0 runs one it has run before")
-
-
-@pytest.mark.parametrize("rows", [(48, 64), (64, 48), pytest.param((32, 64), marks=SEEN_BEFORE)], ids=str)
+@pytest.mark.parametrize(
+    ("seen", "rows"),
+    [
+        pytest.param((32,), (48, 64), id="both are new"),
+        pytest.param((32,), (64, 48), id="both are new, the larger one comes first"),
+        pytest.param((32,), (32, 64), id="one is new and needs a larger heap"),
+        pytest.param((32,), (64, 32), id="one is new and needs a larger heap, and comes first"),
+        pytest.param((64,), (32, 64), id="one is new"),
+        pytest.param((32, 64), (32, 64), id="neither is new"),
+        pytest.param((30, 32), (30, 32), id="neither is new, tiles are the same"),  # flags too: only the stamps differ
+    ],
+)
 @pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"])
-def test_ranks_that_run_different_shapes(ranks2, op, rows):
-    for text, seconds, values in ranks2.run(other_shapes, op, rows):
+def test_ranks_that_run_different_shapes(ranks2, op, seen, rows):
+    for text, reason, seconds, values in ranks2.run(other_shapes, op, seen, rows):
+        assert "the ranks run different kernels" in text and reason in ("mismatch", "aborted"), text
         for rank in (0, 1):
             assert re.search(rf"on rank {rank}: {op}\([a-z]+ \[{rows[rank]}, ", text), text
         assert seconds < QUICK
         assert values == [16.0 if op == "all_gather_matmul" else 32.0]
+
+
+@pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"])
+def test_one_rank_of_four_runs_another_shape(ranks4, op):
+    """Its flags are those of other ranks in the kernel that the others run; it is named all the same."""
+    for text, _, seconds, values in ranks4.run(other_shapes, op, (32, 256), (32, 32, 256, 32)):
+        assert re.search(rf"on rank 2: {op}\([a-z]+ \[256, ", text), text
+        assert re.search(rf"on rank [013]: {op}\([a-z]+ \[32, ", text), text
+        assert seconds < QUICK
+        assert values == [16.0 if op == "all_gather_matmul" else 64.0]
 
 
 def other_ops(rank: int, world: int) -> list:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from tests.ranks import Exited, RankPool, run_ranks
-from tests.runtime.fake_kernel import CPU, launch
+from tests.runtime.fake_kernel import CPU, SIGNATURE, exchange, launch, send, stamp_of, words
 from tests.runtime.test_heap import context_of, fresh_group
 from torch_triton_dist import config, runtime
 from torch_triton_dist.runtime import DistributedKernelError, layout
@@ -170,28 +170,16 @@ def ends_while_the_other_still_computes(rank: int, world: int) -> list | None:
     """Rank 1 has sent everything and is gone; rank 0 is slow, and then finds all it needs."""
     name = world_name()
     launch(name, rank)
-    context = runtime.launch_context(CPU, name, 1024, 64, "kernel(slow)")
-    from tests.runtime.fake_kernel import exchange
-
+    context = runtime.launch_context(CPU, name, 1024, 64, SIGNATURE)
     if rank == 0:
-        send_only(context, rank)
+        table = words(context.data_ptr(), context.numel())
+        send(table, rank, stamp_of(table[layout.LAUNCH], SIGNATURE))
         time.sleep(0.8)
     values = exchange(context, rank)
     if rank == 1:
         os._exit(0)
     runtime.after_launch(name)
     return values
-
-
-def send_only(context: torch.Tensor, value: int) -> None:
-    from tests.runtime.fake_kernel import words
-
-    table = words(context.data_ptr(), context.numel())
-    n, me, world = table[layout.LAUNCH], table[layout.RANK], table[layout.WORLD]
-    for peer in range(world):
-        heap = table[layout.HEAPS + peer]
-        words(heap + table[layout.DATA_START] + (n % 2) * table[layout.DATA_STRIDE], world)[me] = value
-        words(heap + (n % 2) * table[layout.FLAGS_STRIDE], world)[me] = n
 
 
 def test_a_launch_whose_peer_has_finished_and_gone_succeeds():

@@ -236,7 +236,8 @@ def test_layout():
         "RANK WORLD LAUNCH CLAIM TICKET TIMEOUT_NS ABORT RECORDED ERROR FLAGS_STRIDE DATA_START DATA_STRIDE GENERATION"
     )
     assert [getattr(layout, name) for name in words_in_order.split()] == list(range(13))
-    assert layout.HEAPS == 16 and layout.context_words(4) == 24
+    assert (layout.CLOCK, layout.SEND, layout.HEAPS) == (13, 14, 16)
+    assert layout.context_words(4) == 28 and [layout.entered(4, rank) for rank in range(4)] == [24, 25, 26, 27]
     for world in (1, 2, 8, 64, 1024):
         assert layout.record_offset(world) >= layout.WORD * layout.context_words(world)
         assert layout.control_bytes(world) >= layout.record_offset(world) + layout.WORD * layout.RECORD_WORDS

@@ -28,19 +28,20 @@ SIGNATURE = "matmul_all_reduce(x [4, 4], weight [4, 4], torch.float32)"
 
 
 @triton.jit
-def exchange(VALUE, OUT, CTX):
+def exchange(VALUE, OUT, CTX, CODE):
     n = dl.launch_number(ctx=CTX)
+    stamp = dl.stamp(n, CODE)
     me = dl.rank(ctx=CTX)
     world = dl.num_ranks(ctx=CTX)
     flags = dl.flags(n, ctx=CTX)
     slots = dl.heap(n, tl.int64, ctx=CTX)
-    if dl.claim(ctx=CTX) == 0:
+    if dl.first_claim(stamp, ctx=CTX) == 0:
         value = tl.load(VALUE)
         for peer in range(world):
             tl.store(dl.symm_at(slots, peer, ctx=CTX) + me, value)
-            dl.notify(flags + me, peer, signal=n, ctx=CTX)
+            dl.notify(flags + me, peer, signal=stamp, ctx=CTX)
         for peer in range(world):
-            token = dl.wait(flags + peer, 1, "sys", "acquire", n, kernel=3, peer=peer, ctx=CTX)
+            token = dl.wait_stamp(flags + peer, stamp, 3, peer, ctx=CTX)
             tl.store(OUT + peer, tl.load(dl.consume_token(slots, token) + peer))
     dl.leave(ctx=CTX)
 
@@ -55,7 +56,7 @@ def launch_from(
     """Sends `value` (int64, one element) to all ranks; the values of all ranks."""
     context = runtime.launch_context(rank_device(), group, nbytes, nflags, signature)
     out = torch.full((context_world(group),), -1, device=rank_device())
-    exchange[(1,)](value, out, context)
+    exchange[(1,)](value, out, context, layout.signature_code(signature))
     runtime.after_launch(group)
     return out
 
@@ -249,6 +250,34 @@ def test_ranks_that_run_different_kernels(gpu_ranks2):
     for rank, (text, reason, seconds) in enumerate(gpu_ranks2.run(different_signatures)):
         assert "on rank 0: matmul_all_reduce(x [1, 4])" in text and "on rank 1: matmul_all_reduce(x [2, 4])" in text
         assert reason == ("aborted" if rank == 0 else "mismatch") and seconds < 5
+
+
+def different_kernels_again(rank: int, world: int, growth: bool) -> list:
+    """Rank 0 runs a kernel that both have run before. Rank 1 runs another such kernel, or a new one that needs a larger heap."""
+    with fresh_group() as group:
+        kernels = [f"matmul_all_reduce(x [{rows}, 4])" for rows in (1, 2)]
+        for signature in kernels[: 1 if growth else 2]:
+            launch(group, rank, signature=signature)
+        if rank == 1:
+            time.sleep(0.5)  # the kernel of rank 0 waits by then
+        start = time.monotonic()
+        if rank == 0 or not growth:
+            launch_from(group, number(rank), signature=kernels[rank])
+            torch.cuda.synchronize()
+            error = error_of(runtime.check)
+        else:
+            error = error_of(launch, group, rank, nbytes=1 << 20, signature=kernels[1])
+        seconds = time.monotonic() - start
+        dist.barrier()
+        runtime.reset(group)
+        return [str(error), error.reason, seconds, launch(group, rank, nbytes=1 << 20)]
+
+
+@pytest.mark.parametrize("growth", [False, True])
+def test_ranks_that_run_different_kernels_again(gpu_ranks2, growth):
+    for text, reason, seconds, values in gpu_ranks2.run(different_kernels_again, growth):
+        assert "on rank 0: matmul_all_reduce(x [1, 4])" in text and "on rank 1: matmul_all_reduce(x [2, 4])" in text
+        assert reason in ("mismatch", "aborted") and seconds < 5 and values == [0, 1]
 
 
 def killed_while_the_other_waits(rank: int, world: int) -> list | None:

@@ -3,27 +3,34 @@
 Symbols: M, N, K as in x [M, K] @ weight [K, N] on each rank; W ranks; T = tiles_m * tiles_n tiles of BLOCK_M x BLOCK_N.
 
 Protocol, one-shot (few bytes, or two ranks)
-    phase 1  claims 0 .. T-1: compute tile t, store it into slot [me][t] of every rank's heap, raise flag [me][t] there
-    phase 2  claims T .. 2T-1: for every source wait for flag [source][t], add slot [source][t]; epilogue; store
+    claims 0 .. T-1: compute tile t, store it into slot [t][d] of every other rank's heap, raise flag [t][d] there, d = (receiver - me)
+    mod W - 1; then wait for the flags [t][.] of all others, add their slots to the own product; epilogue; store
 
-Protocol, two-shot (2/W of the bytes): tile t belongs to rank t % W
-    phase 1  claims 0 .. T-1: compute tile t, store it into slot [me][t // W] of its owner, raise the owner's flag [me][t // W]
-    phase 2  claims T .. T+L-1, L = ceil(T / W): sum own tile t = l * W + me over the sources, round, store it into `reduced` [t] of
-             every rank, raise flag `reduced` [t] there
-    phase 3  claims T+L .. 2T+L-1: wait for flag `reduced` [t]; epilogue; store
+Protocol, two-shot (2/W of the bytes), in rounds of W*S tiles, S for each rank as their owner; l counts the tiles of an owner
+    send  tiles of the other owners, those of rank me+1 first: compute, store into slot [l][d] of the owner, raise its flag [l][d],
+          d = (owner - me) mod W - 1
+    sum   own tiles: compute, wait for the flags [l][.] of all other ranks, add their slots; round; store the sum into `reduced` [t] of
+          every other rank, raise flag `reduced` [t] there; epilogue; store
+    copy  tiles of the other owners: wait for flag `reduced` [t]; epilogue; store
+    Claims go: send 0; send 1, sum 0; then send g, sum g-1, copy g-2 for every round g: what a rank waits for was sent a round ago.
 
-Example, two-shot: W=2, T=3. Rank 0 owns tiles 0 and 2, rank 1 owns tile 1; L=2. Rank 1 computes 0, 1, 2, sends 0 and 2 to rank 0 and 1
-to itself, then sums tile 1 from both sources and sends it to both; its second claim of phase 2 (tile 3) does not exist and does nothing.
+A program with many tiles raises the flags of a tile when it has computed its next one: by then the stores have arrived, and the release
+has nothing to wait for. It owes the flags of one tile at most, and pays before it waits or ends.
 
-Why it cannot deadlock: tiles are claimed in order, so all sends of a phase of this rank are claimed before any wait on a later one;
-a claimed send never waits for a peer in phase 1, and in phase 2 only for phase 1 of the peers. So it is right with one resident program.
+Example, two-shot: W=2, T=4, S=1: rounds {0, 1} and {2, 3}; rank 0 owns 0 and 2. Its claims: send 1, send 3, sum 0, sum 2, copy 1, copy 3.
 
-Why it cannot race: flags of launch n are set to n and compared with >=. Slots of launch n lie in half n % 2 and are written again in
-launch n+2 at the earliest. A rank starts launch n+2 after its own launch n+1, in which it has seen a flag n+1 of every peer (one-shot:
-every tile has W sources; two-shot: it owns at least one tile, since T >= W is required, with W sources). A peer raises flag n+1
-after its own launch n has ended, so nobody reads the half of n any more. Partials, reduced tiles and their flags are disjoint.
+Why it cannot deadlock: claims are handed out in order, and all ranks have the same order of kinds: send 0, send 1, sum 0, send 2, sum 1,
+copy 0, .... A claim waits only for claims of the peers of an earlier kind: sum g for send g, copy g for sum g (one-shot: tile t for the
+sends of tile t, which come before its waits and, on every rank, behind tiles < t only). So the first unfinished kind of all ranks is
+never blocked, also with a single resident program.
 
-The sum runs over the ranks 0 .. W-1 in fp32 and is rounded once, so the result is the same on all ranks, and from run to run.
+Why it cannot race: flags of launch n are set to its stamp and waited for (NOTE [stamps] in language/core.py). Slots of launch n lie in
+half n % 2 and are written again in launch n+2 at the earliest. A rank starts launch n+2 after its own launch n+1, in which it has seen a
+flag n+1 of every peer (one-shot: in every tile; two-shot: in round 0 it owns S >= 1 tiles, since T >= W is required). A peer raises flag
+n+1 after its own launch n has ended, so nobody reads the half of n any more. Partials, reduced tiles and their flags are disjoint.
+
+All ranks get the same bits, the same from run to run: one-shot adds the rounded products of ranks 0 .. W-1 in fp32 everywhere; in two-shot
+the owner alone adds (its own product first, then ranks me+1, me+2, ..., in fp32) and rounds once.
 """
 
 from __future__ import annotations
@@ -31,7 +38,7 @@ from __future__ import annotations
 import torch
 
 from .template import Plan, align, cdiv, grid_programs, input_precision, launch, triton_dtype
-from .tiles import choose_tile
+from .tiles import PROCESSORS, TMA_ROWS, Tile, choose_tile, share_of_round, tma_form_of
 
 NAME = "matmul_all_reduce"
 KERNEL_ID = 3
@@ -43,103 +50,137 @@ SOURCE = r"""
     K = {{size("A", 1)}}
     n = dl.launch_number(ctx=CTX)
     me = dl.rank(ctx=CTX)
+    stamp = dl.stamp(n, SIGNATURE)
     tiles_m = tl.cdiv(M, BLOCK_M)
     tiles_n = tl.cdiv(N, BLOCK_N)
     tiles = tiles_m * tiles_n
     flags = dl.flags(n, ctx=CTX)
     slots = dl.heap(n, DTYPE, ctx=CTX)
     in_tile = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+{% if TMA %}
+    a_desc = tl.make_tensor_descriptor(A, [M, K], [{{stride("A", 0)}}, 1], [BLOCK_M, BLOCK_K])
+    b_desc = descriptor_of_b(B, K, N, {{stride("B", 0)}}, {{stride("B", 1)}}, BLOCK_N, BLOCK_K, B_ROWS)
+{% endif %}
 {% if TWO_SHOT %}
-    owned = tl.cdiv(tiles, WORLD)
-    reduced_flags = flags + WORLD * owned
-    reduced_slots = slots + WORLD * owned.to(tl.int64) * (BLOCK_M * BLOCK_N)
+    rounds = tl.cdiv(tiles, WORLD * S)
+    partials = rounds * S * (WORLD - 1)
+    reduced_flags = flags + partials
+    reduced_slots = slots + partials.to(tl.int64) * (BLOCK_M * BLOCK_N)
+    owed = -1  # tile whose flags this program has to raise yet: of its product at one rank, or of its sum at all others (-1)
+    debtor = 0
+    claims = rounds * (2 * WORLD - 1) * S
+{% else %}
+    claims = tiles
 {% endif %}
 
-    # Phase 1: partial products out.
-    claim = dl.claim(ctx=CTX)
-    while claim < tiles:
-        tile_m, tile_n = swizzle(claim, tiles_m, tiles_n, GROUP_M)
-        rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
-        cols = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-        row_mask = rows < M
-        col_mask = cols < N
-        partial = matmul_tile(
-            A, B, rows, cols, row_mask, col_mask, K,
-            {{stride("A", 0)}}, {{stride("A", 1)}}, {{stride("B", 0)}}, {{stride("B", 1)}},
-            BLOCK_M, BLOCK_N, BLOCK_K, EVEN, INPUT_PRECISION,
-        )
+    claim = dl.first_claim(stamp, ctx=CTX)
+    while claim < claims:
+{% if TWO_SHOT %}
+        round, place, copying = all_reduce_step(claim, rounds, S, WORLD)
+        owner = (me + 1 + place // S) % WORLD
+        local = round * S + place % S
+        tile = (round * WORLD + owner) * S + place % S
+{% else %}
+        tile = claim
+{% endif %}
+        if {{"tile < tiles" if TWO_SHOT else "True"}}:  # the last round may have gaps
+            tile_m, tile_n = swizzle(tile, tiles_m, tiles_n, GROUP_M)
+            rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+            cols = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+            row_mask = rows < M
+            col_mask = cols < N
+            mask = row_mask[:, None] & col_mask[None, :]
+            idx_m = rows[:, None].to(INDEX_DTYPE)
+            idx_n = cols[None, :]
+{% if TWO_SHOT %}
+            if copying:
+                if owed >= 0:
+                    pay(flags, reduced_flags, owed, debtor, stamp, WORLD, CTX)
+                    owed = -1
+                token = dl.wait_stamp(reduced_flags + tile, stamp, KERNEL_ID, owner, ctx=CTX)
+                arrived = dl.consume_token(reduced_slots + tile.to(tl.int64) * (BLOCK_M * BLOCK_N), token)
+                product = tl.load(arrived + in_tile, mask=mask, other=0.0).to(tl.float32)
+            else:
+{% else %}
+            if True:
+{% endif %}
+{% if TMA %}
+                product = matmul_tile_tma(
+                    a_desc, b_desc, tile_m * BLOCK_M, tile_n * BLOCK_N, K, BLOCK_M, BLOCK_N, BLOCK_K, B_ROWS, INPUT_PRECISION
+                )
+{% else %}
+                product = matmul_tile(
+                    A, B, rows, cols, row_mask, col_mask, K,
+                    {{stride("A", 0)}}, {{stride("A", 1)}}, {{stride("B", 0)}}, {{stride("B", 1)}},
+                    BLOCK_M, BLOCK_N, BLOCK_K, EVEN, INPUT_PRECISION,
+                )
+{% endif %}
 {% if BIAS_DIMS == 1 %}
-        partial += tl.load(BIAS + cols * {{stride("BIAS", 0)}}, mask=col_mask, other=0.0)[None, :].to(tl.float32)
+                product += tl.load(BIAS + cols * {{stride("BIAS", 0)}}, mask=col_mask, other=0.0)[None, :].to(tl.float32)
 {% elif BIAS_DIMS == 2 %}
-        bias_offsets = rows.to(tl.int64)[:, None] * {{stride("BIAS", 0)}} + cols[None, :] * {{stride("BIAS", 1)}}
-        partial += tl.load(BIAS + bias_offsets, mask=row_mask[:, None] & col_mask[None, :], other=0.0).to(tl.float32)
+                bias_offsets = rows.to(tl.int64)[:, None] * {{stride("BIAS", 0)}} + cols[None, :] * {{stride("BIAS", 1)}}
+                product += tl.load(BIAS + bias_offsets, mask=mask, other=0.0).to(tl.float32)
 {% endif %}
-        sent = row_mask[:, None] & col_mask[None, :]
 {% if TWO_SHOT %}
-        owner = claim % WORLD
-        slot = (me * owned + claim // WORLD).to(tl.int64) * (BLOCK_M * BLOCK_N)
-        remote = dl.symm_at(slots, owner, alignment=16, ctx=CTX)
-        tl.store(remote + slot + in_tile, partial.to(DTYPE), mask=sent)
-        dl.notify(flags + me * owned + claim // WORLD, owner, signal=n, ctx=CTX)
+                if owed >= 0:
+                    pay(flags, reduced_flags, owed, debtor, stamp, WORLD, CTX)
+                    owed = -1
+                if owner != me:
+                    index = local * (WORLD - 1) + (owner + WORLD - me) % WORLD - 1
+                    remote = dl.symm_at(slots, owner, alignment=16, ctx=CTX) + index.to(tl.int64) * (BLOCK_M * BLOCK_N)
+                    tl.store(remote + in_tile, product.to(DTYPE), mask=mask)
+                    owed = index
+                    debtor = owner
+                else:
+                    token = dl.wait_peers(flags + local * (WORLD - 1), stamp, KERNEL_ID, WORLD, ctx=CTX)
+                    parts = dl.consume_token(slots + (local * (WORLD - 1)).to(tl.int64) * (BLOCK_M * BLOCK_N), token)
+                    for i in range(1, WORLD):
+                        product += tl.load(parts + (WORLD - 1 - i) * (BLOCK_M * BLOCK_N) + in_tile, mask=mask, other=0.0).to(tl.float32)
+                    product = (product * SCALE).to(DTYPE).to(tl.float32)
+                    if dl.alive(ctx=CTX):
+                        for i in range(1, WORLD):
+                            remote = dl.symm_at(reduced_slots, (me + i) % WORLD, alignment=16, ctx=CTX)
+                            tl.store(remote + tile.to(tl.int64) * (BLOCK_M * BLOCK_N) + in_tile, product.to(DTYPE), mask=mask)
+                        owed = tile
+                        debtor = -1
+{% if not DEFER %}
+                if owed >= 0:
+                    pay(flags, reduced_flags, owed, debtor, stamp, WORLD, CTX)
+                    owed = -1
+{% endif %}
+            if copying | (owner == me):
 {% else %}
-        slot = (me * tiles + claim).to(tl.int64) * (BLOCK_M * BLOCK_N)
-        for i in tl.static_range(WORLD):
-            remote = dl.symm_at(slots, (me + i) % WORLD, alignment=16, ctx=CTX)
-            tl.store(remote + slot + in_tile, partial.to(DTYPE), mask=sent)
-        for i in range(WORLD):
-            dl.notify(flags + me * tiles + claim, (me + i) % WORLD, signal=n, ctx=CTX)
+                sent = product.to(DTYPE)
+                first = (tile * (WORLD - 1)).to(tl.int64) * (BLOCK_M * BLOCK_N)
+                for i in tl.static_range(1, WORLD):
+                    remote = dl.symm_at(slots, (me + i) % WORLD, alignment=16, ctx=CTX)
+                    tl.store(remote + first + (i - 1) * (BLOCK_M * BLOCK_N) + in_tile, sent, mask=mask)
+                dl.notify_peers(flags + tile * (WORLD - 1), stamp, WORLD, ctx=CTX)
+                claim = dl.claim(ctx=CTX)  # while the products travel
+                token = dl.wait_peers(flags + tile * (WORLD - 1), stamp, KERNEL_ID, WORLD, ctx=CTX)
+                parts = dl.consume_token(slots + first, token)
+                product = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+                for source in range(WORLD):
+                    if source == me:
+                        product += sent.to(tl.float32)
+                    else:
+                        part = parts + ((me + WORLD - source) % WORLD - 1) * (BLOCK_M * BLOCK_N)
+                        product += tl.load(part + in_tile, mask=mask, other=0.0).to(tl.float32)
+                product = product * SCALE
+            if True:
 {% endif %}
-        claim = dl.claim(ctx=CTX)
+                {{store_output(("idx_m", "idx_n"), "product", "mask", indent_width=16, val_shape=("BLOCK_M", "BLOCK_N"))}}
 {% if TWO_SHOT %}
-
-    # Phase 2: sum the tiles this rank owns, and send the sums.
-    while claim < tiles + owned:
-        local = claim - tiles
-        tile = local * WORLD + me
-        if tile < tiles:
-            total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-            for source in range(WORLD):
-                index = source * owned + local
-                token = dl.wait(flags + index, 1, "sys", "acquire", n, kernel=KERNEL_ID, peer=source, ctx=CTX)
-                partials = dl.consume_token(slots + index.to(tl.int64) * (BLOCK_M * BLOCK_N), token)
-                total += tl.load(partials + in_tile).to(tl.float32)
-            total = total * SCALE
-            if dl.alive(ctx=CTX):
-                for i in tl.static_range(WORLD):
-                    remote = dl.symm_at(reduced_slots, (me + i) % WORLD, alignment=16, ctx=CTX)
-                    tl.store(remote + tile.to(tl.int64) * (BLOCK_M * BLOCK_N) + in_tile, total.to(DTYPE))
-                for i in range(WORLD):
-                    dl.notify(reduced_flags + tile, (me + i) % WORLD, signal=n, ctx=CTX)
         claim = dl.claim(ctx=CTX)
+    if owed >= 0:
+        pay(flags, reduced_flags, owed, debtor, stamp, WORLD, CTX)
 {% endif %}
-
-    # Last phase: the sum in, epilogue, out.
-    while claim < {{"2 * tiles + owned" if TWO_SHOT else "2 * tiles"}}:
-        tile = claim - {{"tiles - owned" if TWO_SHOT else "tiles"}}
-        tile_m, tile_n = swizzle(tile, tiles_m, tiles_n, GROUP_M)
-        idx_m = (tile_m * BLOCK_M + tl.arange(0, BLOCK_M))[:, None].to(INDEX_DTYPE)
-        idx_n = (tile_n * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
-        mask = (idx_m < M) & (idx_n < N)
-{% if TWO_SHOT %}
-        token = dl.wait(reduced_flags + tile, 1, "sys", "acquire", n, kernel=KERNEL_ID, peer=tile % WORLD, ctx=CTX)
-        arrived = dl.consume_token(reduced_slots + tile.to(tl.int64) * (BLOCK_M * BLOCK_N), token)
-        total = tl.load(arrived + in_tile).to(tl.float32)
-{% else %}
-        total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-        for source in range(WORLD):
-            index = source * tiles + tile
-            token = dl.wait(flags + index, 1, "sys", "acquire", n, kernel=KERNEL_ID, peer=source, ctx=CTX)
-            partials = dl.consume_token(slots + index.to(tl.int64) * (BLOCK_M * BLOCK_N), token)
-            total += tl.load(partials + in_tile, mask=mask, other=0.0).to(tl.float32)
-        total = total * SCALE
-{% endif %}
-        {{store_output(("idx_m", "idx_n"), "total", "mask", indent_width=8, val_shape=("BLOCK_M", "BLOCK_N"))}}
-        claim = dl.claim(ctx=CTX)
     dl.leave(ctx=CTX)
 """
 
-# Bytes of the result above which reduce-scatter and push of the sums beats pushing every partial product to everybody.
-TWO_SHOT_BYTES = 1 << 20
+# Bytes of the result above which reduce-scatter and push of the sums beats pushing every partial product to everybody. Two ranks send as
+# much either way; there two-shot wins when programs have several tiles, since its sums travel while the next tile is computed.
+TWO_SHOT_BYTES = 1 << 19
 
 
 def inputs(has_bias: bool) -> list[str]:
@@ -158,16 +199,23 @@ def plan(
     bias_dims: int,
     device: torch.device,
     two_shot: bool | None = None,
+    tma: str = "",
+    tile: Tile | None = None,
 ) -> Plan:
-    """Plan for x [m, k] @ weight [k, n] (k per rank) over `world` ranks. two_shot forces the algorithm (None: by size)."""
-    tile = choose_tile(m, n, k, dtype, device.type)
+    """Plan for x [m, k] @ weight [k, n] (k per rank) over `world` ranks. two_shot forces the algorithm (None: by size); tma: see
+    `tma_form`; tile: another one than `choose_tile`'s, the same on all ranks."""
+    tile = tile or choose_tile(m, m, n, k, dtype, device.type, wide=64)
+    tma = tma if tile.m >= TMA_ROWS else ""
     tiles = cdiv(m, tile.m) * cdiv(n, tile.n)
     if two_shot is None:
-        two_shot = world > 2 and m * n * dtype.itemsize > TWO_SHOT_BYTES
+        two_shot = m * n * dtype.itemsize > TWO_SHOT_BYTES and (world > 2 or tiles > PROCESSORS)
     two_shot = two_shot and tiles >= world  # every rank has to own a tile, see the module's docstring
-    tile_bytes = tile.m * tile.n * dtype.itemsize
-    owned = cdiv(tiles, world)
-    slots, nflags = (world * owned + tiles, world * owned + tiles) if two_shot else (world * tiles, world * tiles)
+    programs = grid_programs(tiles, device.type, device.index)
+    # Two rounds hide the way of the first sums behind the second products; more, and one for small and for very large problems, are slower.
+    size = tiles / 2 if 2 * PROCESSORS <= tiles <= 8 * PROCESSORS else tiles
+    share = max(1, min(tiles // world, share_of_round(cdiv(tiles, world), world, max(1, int(size)))))
+    rounds = cdiv(tiles, world * share)
+    slots = (world - 1) * rounds * share + tiles if two_shot else (world - 1) * tiles
     constants = {
         "WORLD": world,
         "BLOCK_M": tile.m,
@@ -175,7 +223,11 @@ def plan(
         "BLOCK_K": tile.k,
         "GROUP_M": 8,
         "EVEN": m % tile.m == 0 and n % tile.n == 0 and k % tile.k == 0,
+        "TMA": bool(tma),
+        "B_ROWS": tma == "rows",
         "TWO_SHOT": two_shot,
+        "S": share,
+        "DEFER": tiles >= 3 * programs,
         "BIAS_DIMS": bias_dims,
         "SCALE": 1.0 / world if reduce_op == "avg" else 1.0,
         "DTYPE": triton_dtype(dtype),
@@ -184,9 +236,9 @@ def plan(
     }
     return Plan(
         kernel=NAME,
-        nbytes=align(slots * tile_bytes),
-        nflags=nflags,
-        programs=grid_programs(2 * tiles, device.type, device.index),
+        nbytes=align(slots * tile.m * tile.n * dtype.itemsize),
+        nflags=slots,
+        programs=programs,
         constants=constants,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
@@ -195,12 +247,31 @@ def plan(
 
 
 def run(
-    x: torch.Tensor, weight: torch.Tensor, reduce_op: str, group: str, world: int, bias: torch.Tensor | None, two_shot: bool | None = None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    reduce_op: str,
+    group: str,
+    world: int,
+    bias: torch.Tensor | None,
+    two_shot: bool | None = None,
+    tile: Tile | None = None,
 ) -> torch.Tensor:
     """Eager launch. x [M, K], weight [K, N], bias [N] or [M, N] or None; returns [M, N]."""
     (m, k), n = x.shape, weight.shape[1]
     dims = 0 if bias is None else bias.dim()
-    chosen = plan(m, n, k, world, x.dtype, reduce_op=reduce_op, bias_dims=dims, device=x.device, two_shot=two_shot)
+    chosen = plan(
+        m,
+        n,
+        k,
+        world,
+        x.dtype,
+        reduce_op=reduce_op,
+        bias_dims=dims,
+        device=x.device,
+        two_shot=two_shot,
+        tma=tma_form_of(x, weight),
+        tile=tile,
+    )
     out = x.new_empty((m, n))
     tensors = {"A": x, "B": weight, "OUT": out}
     if bias is not None:

@@ -4,22 +4,29 @@ Symbols: M, N, K as in x [M, K] @ weight [K, N] on each rank; W ranks; R = M / W
 cover the R x N result of one rank. Row j of rank r is row (j // INNER * W + r) * INNER + j % INNER of x: INNER = R for a scatter on
 dim 0, INNER = S / W for a scatter of x [B, S, K] on dim 1; no copy is made for either.
 
-Protocol
-    phase 1  claims 0 .. W*T-1, the rows of rank me+1 first and the own rows last: compute the tile, store it into slot [me][t] of its
-             owner's heap, raise the owner's flag [me][t]
-    phase 2  claims W*T .. W*T+T-1: for every source wait for flag [source][t], add slot [source][t]; epilogue; store
+Protocol, in rounds of W*S tiles, S for each rank as their owner
+    send  tiles of the other owners, those of rank me+1 first: compute tile t, store it into slot [t][d] of its owner's heap, raise the
+          owner's flag [t][d]; d = (owner - me) mod W - 1 is how far the partial product has travelled, less one
+    sum   own tiles: compute, wait for the flags [t][.] of all other ranks, add their slots to the product, which never left its
+          registers; epilogue; store
+    Claims go: send 0, then send g+1, sum g for every round g. So the link has work all the time, and what a rank waits for was sent
+    a round ago.
 
-Example: W=2, x [8, K], BLOCK_M=2: R=4, T=2 (one tile in N). Rank 0 claims 0, 1 (rows 4-5 and 6-7, for rank 1), then 2, 3 (rows 0-1
-and 2-3, its own), then sums its two tiles: row 0-1 from slots [0][0] and [1][0], rows 2-3 from [0][1] and [1][1].
+A program with many tiles raises the flag of a tile when it has computed its next one: by then the stores have arrived, and the release
+has nothing to wait for. It owes one flag at most, and pays before it waits or ends.
 
-Why it cannot deadlock: tiles are claimed in order; a claim of phase 1 never waits, and all of them come before any wait of this rank.
-So every rank raises all its flags whatever its peers do, also with a single resident program.
+Example: W=2, x [8, K], BLOCK_M=2: R=4, T=2 (one tile in N), S=1. Rank 0 claims: send 0 (rows 4-5, for rank 1, into slot [0][0] there),
+send 1 (rows 6-7, slot [1][0]), sum 0 (rows 0-1 plus slot [0][0] from rank 1), sum 1 (rows 2-3 plus slot [1][0]).
 
-Why it cannot race: flags of launch n are set to n and compared with >=. Slots of launch n lie in half n % 2 and are written again in
-launch n+2 at the earliest. A rank starts n+2 after its own n+1, in which it has seen a flag n+1 of every peer (T >= 1, W sources each).
-A peer raises flag n+1 after its own launch n has ended, so nobody reads the half of n any more.
+Why it cannot deadlock: claims are handed out in order, and all ranks have the same order of kinds: send 0, send 1, sum 0, send 2, ....
+A send never waits, and sum g waits only for send g of the peers, which is earlier. So the first unfinished kind of all ranks is never
+blocked, also with a single resident program.
 
-The sum runs over the ranks 0 .. W-1 in fp32 and is rounded once: the same from run to run.
+Why it cannot race: flags of launch n are set to its stamp and waited for (NOTE [stamps] in language/core.py). Slots of launch n lie in
+half n % 2 and are written again in launch n+2 at the earliest. A rank starts n+2 after its own n+1, in which it has seen a flag n+1 of
+every peer (T >= 1). A peer raises flag n+1 after its own launch n has ended, so nobody reads the half of n any more.
+
+The sum starts with the own product and goes on with ranks me+1, me+2, ..., in fp32, and is rounded once: the same from run to run.
 """
 
 from __future__ import annotations
@@ -29,7 +36,7 @@ import math
 import torch
 
 from .template import Plan, align, cdiv, grid_programs, input_precision, launch, triton_dtype
-from .tiles import choose_tile
+from .tiles import PROCESSORS, TMA_ROWS, Tile, choose_tile, share_of_round, tma_form_of
 
 NAME = "matmul_reduce_scatter"
 KERNEL_ID = 2
@@ -41,61 +48,82 @@ SOURCE = r"""
     K = {{size("A", 1)}}
     n = dl.launch_number(ctx=CTX)
     me = dl.rank(ctx=CTX)
+    stamp = dl.stamp(n, SIGNATURE)
     tiles_m = tl.cdiv(R, BLOCK_M)
     tiles_n = tl.cdiv(N, BLOCK_N)
     tiles = tiles_m * tiles_n
     flags = dl.flags(n, ctx=CTX)
     slots = dl.heap(n, DTYPE, ctx=CTX)
     in_tile = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    rounds = tl.cdiv(tiles, S)
+{% if TMA %}
+    a_desc = tl.make_tensor_descriptor(A, [R * WORLD, K], [{{stride("A", 0)}}, 1], [BLOCK_M, BLOCK_K])
+    b_desc = descriptor_of_b(B, K, N, {{stride("B", 0)}}, {{stride("B", 1)}}, BLOCK_N, BLOCK_K, B_ROWS)
+{% endif %}
 
-    # Phase 1: partial products out, own rows last.
-    claim = dl.claim(ctx=CTX)
-    while claim < WORLD * tiles:
-        owner = (me + 1 + claim // tiles) % WORLD
-        tile = claim % tiles
-        tile_m, tile_n = swizzle(tile, tiles_m, tiles_n, GROUP_M)
-        shard_rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
-        cols = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-        row_mask = shard_rows < R
-        col_mask = cols < N
+    owed = -1  # flag that this program has to raise yet, and where
+    debtor = 0
+    claim = dl.first_claim(stamp, ctx=CTX)
+    while claim < rounds * WORLD * S:
+        round, place = reduce_scatter_step(claim, rounds, S, WORLD)
+        owner = (me + 1 + place // S) % WORLD
+        tile = round * S + place % S
+        if tile < tiles:  # the last round may have gaps
+            tile_m, tile_n = swizzle(tile, tiles_m, tiles_n, GROUP_M)
+            idx_m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+            cols = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+            row_mask = idx_m < R
+            col_mask = cols < N
 {% if INNER %}
-        rows = (shard_rows // INNER * WORLD + owner) * INNER + shard_rows % INNER
+            rows = (idx_m // INNER * WORLD + owner) * INNER + idx_m % INNER
+            first_row = (tile_m * BLOCK_M // INNER * WORLD + owner) * INNER + tile_m * BLOCK_M % INNER
 {% else %}
-        rows = owner * R + shard_rows
+            rows = owner * R + idx_m
+            first_row = owner * R + tile_m * BLOCK_M
 {% endif %}
-        partial = matmul_tile(
-            A, B, rows, cols, row_mask, col_mask, K,
-            {{stride("A", 0)}}, {{stride("A", 1)}}, {{stride("B", 0)}}, {{stride("B", 1)}},
-            BLOCK_M, BLOCK_N, BLOCK_K, EVEN, INPUT_PRECISION,
-        )
+{% if TMA %}
+            product = matmul_tile_tma(
+                a_desc, b_desc, first_row, tile_n * BLOCK_N, K, BLOCK_M, BLOCK_N, BLOCK_K, B_ROWS, INPUT_PRECISION
+            )
+{% else %}
+            product = matmul_tile(
+                A, B, rows, cols, row_mask, col_mask, K,
+                {{stride("A", 0)}}, {{stride("A", 1)}}, {{stride("B", 0)}}, {{stride("B", 1)}},
+                BLOCK_M, BLOCK_N, BLOCK_K, EVEN, INPUT_PRECISION,
+            )
+{% endif %}
 {% if BIAS_DIMS == 1 %}
-        partial += tl.load(BIAS + cols * {{stride("BIAS", 0)}}, mask=col_mask, other=0.0)[None, :].to(tl.float32)
+            product += tl.load(BIAS + cols * {{stride("BIAS", 0)}}, mask=col_mask, other=0.0)[None, :].to(tl.float32)
 {% elif BIAS_DIMS == 2 %}
-        bias_offsets = rows.to(tl.int64)[:, None] * {{stride("BIAS", 0)}} + cols[None, :] * {{stride("BIAS", 1)}}
-        partial += tl.load(BIAS + bias_offsets, mask=row_mask[:, None] & col_mask[None, :], other=0.0).to(tl.float32)
+            bias_offsets = rows.to(tl.int64)[:, None] * {{stride("BIAS", 0)}} + cols[None, :] * {{stride("BIAS", 1)}}
+            product += tl.load(BIAS + bias_offsets, mask=row_mask[:, None] & col_mask[None, :], other=0.0).to(tl.float32)
 {% endif %}
-        slot = (me * tiles + tile).to(tl.int64) * (BLOCK_M * BLOCK_N)
-        remote = dl.symm_at(slots, owner, alignment=16, ctx=CTX)
-        tl.store(remote + slot + in_tile, partial.to(DTYPE), mask=row_mask[:, None] & col_mask[None, :])
-        dl.notify(flags + me * tiles + tile, owner, signal=n, ctx=CTX)
+            if owed >= 0:
+                dl.notify(flags + owed, debtor, signal=stamp, ctx=CTX)
+                owed = -1
+            mask = row_mask[:, None] & col_mask[None, :]
+            if owner != me:
+                index = tile * (WORLD - 1) + (owner + WORLD - me) % WORLD - 1
+                remote = dl.symm_at(slots, owner, alignment=16, ctx=CTX) + index.to(tl.int64) * (BLOCK_M * BLOCK_N)
+                tl.store(remote + in_tile, product.to(DTYPE), mask=mask)
+                owed = index
+                debtor = owner
+{% if not DEFER %}
+                dl.notify(flags + owed, debtor, signal=stamp, ctx=CTX)
+                owed = -1
+{% endif %}
+            else:
+                token = dl.wait_peers(flags + tile * (WORLD - 1), stamp, KERNEL_ID, WORLD, ctx=CTX)
+                partials = dl.consume_token(slots + (tile * (WORLD - 1)).to(tl.int64) * (BLOCK_M * BLOCK_N), token)
+                for i in range(1, WORLD):
+                    product += tl.load(partials + (WORLD - 1 - i) * (BLOCK_M * BLOCK_N) + in_tile, mask=mask, other=0.0).to(tl.float32)
+                total = product * SCALE
+                out_m = idx_m[:, None].to(INDEX_DTYPE)
+                out_n = cols[None, :]
+                {{store_output(("out_m", "out_n"), "total", "mask", indent_width=16, val_shape=("BLOCK_M", "BLOCK_N"))}}
         claim = dl.claim(ctx=CTX)
-
-    # Phase 2: the sum of the own rows, epilogue, out.
-    while claim < WORLD * tiles + tiles:
-        tile = claim - WORLD * tiles
-        tile_m, tile_n = swizzle(tile, tiles_m, tiles_n, GROUP_M)
-        idx_m = (tile_m * BLOCK_M + tl.arange(0, BLOCK_M))[:, None].to(INDEX_DTYPE)
-        idx_n = (tile_n * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
-        mask = (idx_m < R) & (idx_n < N)
-        total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-        for source in range(WORLD):
-            index = source * tiles + tile
-            token = dl.wait(flags + index, 1, "sys", "acquire", n, kernel=KERNEL_ID, peer=source, ctx=CTX)
-            partials = dl.consume_token(slots + index.to(tl.int64) * (BLOCK_M * BLOCK_N), token)
-            total += tl.load(partials + in_tile, mask=mask, other=0.0).to(tl.float32)
-        total = total * SCALE
-        {{store_output(("idx_m", "idx_n"), "total", "mask", indent_width=8, val_shape=("BLOCK_M", "BLOCK_N"))}}
-        claim = dl.claim(ctx=CTX)
+    if owed >= 0:
+        dl.notify(flags + owed, debtor, signal=stamp, ctx=CTX)
     dl.leave(ctx=CTX)
 """
 
@@ -116,11 +144,20 @@ def plan(
     reduce_op: str,
     bias_dims: int,
     device: torch.device,
+    tma: str = "",
+    tile: Tile | None = None,
 ) -> Plan:
-    """Plan for x [m, k] @ weight [k, n] (k per rank) over `world` ranks; inner: rows of x that follow each other in a shard."""
+    """Plan for x [m, k] @ weight [k, n] (k per rank) over `world` ranks; inner: rows of x that follow each other in a shard; tma: see
+    `tma_form`; tile: another one than `choose_tile`'s, the same on all ranks."""
     rows = m // world
-    tile = choose_tile(rows, n, k, dtype, device.type)
+    tile = tile or choose_tile(m, rows, n, k, dtype, device.type, wide=256 if rows > 32 else 128)
+    if tile.m < TMA_ROWS or (inner != rows and inner % tile.m):  # the rows of a tile do not follow each other in x
+        tma = ""
     tiles = cdiv(rows, tile.m) * cdiv(n, tile.n)
+    # A round for each tile of a processor keeps the link busy from start to end; large problems have time enough to send, and lose less
+    # cache to a single round.
+    share = share_of_round(tiles, world, PROCESSORS if world * tiles <= 8 * PROCESSORS else world * tiles)
+    programs = grid_programs(world * tiles, device.type, device.index)
     constants = {
         "WORLD": world,
         "BLOCK_M": tile.m,
@@ -129,6 +166,10 @@ def plan(
         "GROUP_M": 8,
         "INNER": 0 if inner == rows else inner,
         "EVEN": rows % tile.m == 0 and n % tile.n == 0 and k % tile.k == 0,
+        "TMA": bool(tma),
+        "B_ROWS": tma == "rows",
+        "S": share,
+        "DEFER": world * tiles >= 3 * programs,
         "BIAS_DIMS": bias_dims,
         "SCALE": 1.0 / world if reduce_op == "avg" else 1.0,
         "DTYPE": triton_dtype(dtype),
@@ -137,9 +178,9 @@ def plan(
     }
     return Plan(
         kernel=NAME,
-        nbytes=align(world * tiles * tile.m * tile.n * dtype.itemsize),
-        nflags=world * tiles,
-        programs=grid_programs((world + 1) * tiles, device.type, device.index),
+        nbytes=align((world - 1) * tiles * tile.m * tile.n * dtype.itemsize),
+        nflags=(world - 1) * tiles,
+        programs=programs,
         constants=constants,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
@@ -153,11 +194,30 @@ def inner_rows(shape: tuple[int, ...] | torch.Size, dim: int, world: int) -> int
 
 
 def run(
-    x: torch.Tensor, weight: torch.Tensor, inner: int, reduce_op: str, group: str, world: int, bias: torch.Tensor | None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    inner: int,
+    reduce_op: str,
+    group: str,
+    world: int,
+    bias: torch.Tensor | None,
+    tile: Tile | None = None,
 ) -> torch.Tensor:
     """Eager launch. x [M, K], weight [K, N], bias [N] or [M, N] or None; returns the rows of this rank, [M / world, N]."""
     (m, k), n = x.shape, weight.shape[1]
-    chosen = plan(m, n, k, world, x.dtype, inner=inner, reduce_op=reduce_op, bias_dims=0 if bias is None else bias.dim(), device=x.device)
+    chosen = plan(
+        m,
+        n,
+        k,
+        world,
+        x.dtype,
+        inner=inner,
+        reduce_op=reduce_op,
+        bias_dims=0 if bias is None else bias.dim(),
+        device=x.device,
+        tma=tma_form_of(x, weight),
+        tile=tile,
+    )
     out = x.new_empty((m // world, n))
     tensors = {"A": x, "B": weight, "OUT": out}
     if bias is not None:

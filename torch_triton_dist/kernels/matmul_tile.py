@@ -50,6 +50,43 @@ def matmul_tile(
 
 
 @triton.jit
+def matmul_tile_tma(
+    a,
+    b,
+    row,
+    col,
+    K,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    B_ROWS: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
+):
+    """fp32 [BLOCK_M, BLOCK_N] = A[row : row + BLOCK_M, :] @ B[:, col : col + BLOCK_N], loaded by the tensor memory accelerator.
+
+    a: descriptor of A [*, K]; b: descriptor of B [K, N] (B_ROWS) or of its transpose. What lies outside of A and B counts as 0.
+    `row` may carry a token, as the pointers of `matmul_tile`."""
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for k in range(0, K, BLOCK_K):
+        a_tile = a.load([row, k])
+        if B_ROWS:
+            b_tile = b.load([k, col])
+        else:
+            b_tile = b.load([col, k]).T
+        acc = tl.dot(a_tile, b_tile, acc, input_precision=INPUT_PRECISION)
+    return acc
+
+
+@triton.jit
+def descriptor_of_b(B, K, N, stride_bk, stride_bn, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, B_ROWS: tl.constexpr):
+    """Descriptor of B [K, N] with unit stride along N (B_ROWS) or along K, for `matmul_tile_tma`."""
+    if B_ROWS:
+        return tl.make_tensor_descriptor(B, [K, N], [stride_bk, 1], [BLOCK_K, BLOCK_N])
+    else:
+        return tl.make_tensor_descriptor(B, [N, K], [stride_bn, 1], [BLOCK_N, BLOCK_K])
+
+
+@triton.jit
 def swizzle(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
     """(row, column) of a tile in grouped order: GROUP_M rows of tiles share each column of B while it is in cache.
 

@@ -16,10 +16,13 @@ from typing import Any
 import jinja2
 import torch
 
+from ..runtime.layout import ALIGNMENT, signature_code
+
 # What a rendered source needs at its top, in Inductor's module and in ours.
 IMPORTS = """\
 from torch_triton_dist import language as dl
-from torch_triton_dist.kernels.matmul_tile import matmul_tile, swizzle
+from torch_triton_dist.kernels.matmul_tile import descriptor_of_b, matmul_tile, matmul_tile_tma, swizzle
+from torch_triton_dist.kernels.rounds import all_reduce_step, pay, reduce_scatter_step
 """
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -43,6 +46,9 @@ class Plan:
     num_stages: int
     signature: str
 
+    def __post_init__(self) -> None:
+        self.constants["SIGNATURE"] = signature_code(self.signature)
+
 
 def triton_dtype(dtype: torch.dtype) -> str:
     """Name of a dtype in a kernel's source."""
@@ -55,8 +61,6 @@ def cdiv(a: int, b: int) -> int:
 
 def align(nbytes: int) -> int:
     """Next multiple of the heap's alignment."""
-    from ..runtime.layout import ALIGNMENT
-
     return cdiv(nbytes, ALIGNMENT) * ALIGNMENT
 
 
@@ -150,13 +154,22 @@ def eager_kernel(name: str, source: str, constants: dict[str, Any], inputs: Sequ
     return _render(name, source, tuple(constants.items()), tuple(inputs))
 
 
+def _scratch(device: torch.device, size: int, align: int, stream: int | None) -> torch.Tensor:
+    """Memory for the descriptors of a launch; torch's allocator keeps it for the stream."""
+    return torch.empty(size, dtype=torch.int8, device=device)
+
+
 def launch(plan: Plan, source: str, tensors: dict[str, torch.Tensor], group: str, inputs: Sequence[str]) -> None:
     """Launches the kernel of `plan` on this rank: every rank of `group` has to make the same call."""
+    import triton
+
     from .. import runtime
 
     device = tensors["OUT"].device
     context = runtime.launch_context(device, group, plan.nbytes, plan.nflags, plan.signature)
     kernel = eager_kernel(plan.kernel, source, plan.constants, inputs)
     arguments = kernel.arguments({**tensors, "CTX": context})
+    if plan.constants["TMA"]:
+        triton.set_allocator(functools.partial(_scratch, device))  # for descriptors; Inductor sets one before its launches, too
     kernel.fn[(plan.programs, 1, 1)](*arguments, num_warps=plan.num_warps, num_stages=plan.num_stages)
     runtime.after_launch(group)

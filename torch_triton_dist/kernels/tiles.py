@@ -1,10 +1,20 @@
-"""Tile shapes of the matmul inside the kernels. They depend only on what all ranks see alike: shapes, dtype and kind of device."""
+"""Tile shapes of the matmul inside the kernels.
+
+Rows and columns of a tile lay out slots and flags, so they may depend only on what all ranks see alike: the sizes that cannot be sharded
+unevenly, dtype, world size and kind of device. Depth, warps, stages and how operands are loaded are each rank's own business.
+"""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+
+PROCESSORS = 132  # of a large GPU; not the number here, because what follows from it has to be the same on all ranks
+TMA_ROWS = 64  # rows of a tile from which on making descriptors, some 2 us a program, pays
+TMA_BYTES = 16  # alignment of addresses and strides that the tensor memory accelerator asks for
 
 
 class Tile(NamedTuple):
@@ -22,13 +32,74 @@ def _power_of_two(value: int, low: int, high: int) -> int:
     return min(high, max(low, 1 << max(0, value - 1).bit_length()))
 
 
-def choose_tile(m: int, n: int, k: int, dtype: torch.dtype, device_type: str) -> Tile:
-    """Tile for a matmul of m rows (the rows that one phase works on at a time), n columns and depth k."""
+def choose_tile(m: int, rows: int, n: int, k: int, dtype: torch.dtype, device_type: str, wide: int = 128) -> Tile:
+    """Tile for a matmul of m rows over all ranks, `rows` of which one rank owns (m where rows have no owner), n columns and depth k.
+    wide: columns of a tile when `rows` is small, the best of docs/measurements.md. Rows and columns of the tile do not depend on k."""
     if device_type == "cpu":
         # One tile of A, B and of the accumulator fit a core's second-level cache.
-        return Tile(_power_of_two(m, 16, 64), _power_of_two(n, 16, 64), _power_of_two(k, 16, 64), 1, 1)
-    if m <= 64:  # decode: the weights are read once, so deep and narrow tiles keep the most bytes in flight
-        depth = 64 if dtype == torch.float32 else 128
-        return Tile(_power_of_two(m, 16, 64), _power_of_two(n, 16, 64), _power_of_two(k, 32, depth), 4, 4)
-    depth = 32 if dtype == torch.float32 else 64
-    return Tile(128, _power_of_two(n, 32, 128), _power_of_two(k, 32, depth), 8, 4)
+        return Tile(_power_of_two(rows, 16, 64), _power_of_two(n, 16, 64), _power_of_two(k, 16, 64), 1, 1)
+    if dtype == torch.float32:
+        return Tile(_power_of_two(rows, 16, 128), _power_of_two(n, 16, 128 if rows > 64 else 64), 32, 8 if rows > 64 else 4, 4)
+    if rows <= 64:  # the weights are read once: narrow tiles keep all multiprocessors reading
+        height = _power_of_two(rows, 16, 64)
+        width = _power_of_two(n, 32, wide)
+        stages = 6 if height + width <= 128 else 4 if width <= 128 else 3
+        depth = 128 if k >= 4096 and height <= 32 and width <= 64 else 64
+        return Tile(height, width, _power_of_two(k, 32, depth), 4, stages)
+    if m <= 128:
+        return Tile(64, _power_of_two(n, 32, 128), _power_of_two(k, 32, 64), 4, 4)
+    if m >= 2048 and n >= 2048:
+        return wide_tile(k)
+    return Tile(128, _power_of_two(n, 32, 128), _power_of_two(k, 32, 64), 8, 4)
+
+
+def wide_tile(k: int) -> Tile:
+    """The tile with the highest rate, for problems that give every multiprocessor several of it."""
+    return Tile(128, 256, _power_of_two(k, 32, 64), 8, 4 if has_tma(None) else 3)
+
+
+def wide_tile_pays(m: int, n: int) -> bool:
+    """Whether tiles of 128 x 256 multiply [m, n] sooner than those of 128 x 128, which take 0.67 of the time of a wide one."""
+    wide, narrow = (-(-(-(-m // 128) * -(-n // width)) // PROCESSORS) for width in (256, 128))
+    return 1.5 * wide <= narrow
+
+
+def share_of_round(tiles: int, world: int, size: int) -> int:
+    """Tiles of each rank in a round (`rounds`) of about `size`, of the `tiles` that each rank owns."""
+    rounds = max(1, round(tiles * world / size))
+    return max(1, -(-tiles // rounds))
+
+
+@functools.cache
+def has_tma(index: int | None) -> bool:
+    """Whether a GPU has the tensor memory accelerator; where no GPU is present, kernels are made for one that has."""
+    if torch.version.hip is not None:
+        return False
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability(index) >= (9, 0)
+
+
+def tma_form(
+    device: torch.device, dtype: torch.dtype, a: tuple[Sequence[int], Sequence[int]], b: tuple[Sequence[int], Sequence[int]]
+) -> str:
+    """How B can be loaded by the tensor memory accelerator: "rows" (unit stride along N), "columns" (along K), or "" if A or B cannot.
+
+    a, b: sizes and strides (elements) of A [M, K] and B [K, N], which start at multiples of 16 bytes."""
+    if device.type != "cuda" or dtype.itemsize != 2 or not has_tma(device.index):
+        return ""
+    unit = TMA_BYTES // dtype.itemsize
+    (_, depth), (a_rows, a_cols) = a
+    (_, width), (b_rows, b_cols) = b
+    if depth < 64 or width < 16 or a_cols != 1 or a_rows % unit or a_rows < depth:
+        return ""
+    if b_cols == 1 and b_rows % unit == 0 and b_rows >= width:
+        return "rows"
+    if b_rows == 1 and b_cols % unit == 0 and b_cols >= depth:
+        return "columns"
+    return ""
+
+
+def tma_form_of(a: torch.Tensor, b: torch.Tensor) -> str:
+    """`tma_form` of two tensors."""
+    if a.data_ptr() % TMA_BYTES or b.data_ptr() % TMA_BYTES:
+        return ""
+    return tma_form(a.device, a.dtype, (a.shape, a.stride()), (b.shape, b.stride()))

@@ -12,23 +12,54 @@ every rank and every group.
 | `consume_token(ptr, token)` | the same pointer, but no load through it can move above the wait |
 | `notify(ptr, rank, signal, ctx=)` | make this program's stores visible, then raise a flag of `rank` |
 | `launch_number`, `flags`, `heap` | number of this launch, and its half of the flags and of the data |
-| `claim`, `leave`, `alive` | next tile to work on; end of a program; whether the group is sound |
+| `notify_peers`, `wait_peers` | the same for all other ranks at once |
+| `stamp`, `wait_stamp` | value of the flags of this launch, which names what runs; spin until a peer has raised one |
+| `first_claim`, `claim`, `leave`, `alive` | next tile to work on; end of a program; whether the group is sound |
+| `fence_async` | between a wait and TMA loads of what peers have stored |
 """
 
-from .core import alive, claim, clock_ns, consume_token, flags, heap, launch_number, leave, notify, num_ranks, rank, symm_at, wait
+from .core import (
+    SEND,
+    alive,
+    claim,
+    clock_ns,
+    consume_token,
+    fence_async,
+    first_claim,
+    flags,
+    heap,
+    launch_number,
+    leave,
+    notify,
+    notify_peers,
+    num_ranks,
+    rank,
+    stamp,
+    symm_at,
+    wait,
+    wait_peers,
+    wait_stamp,
+)
 
 __all__ = [
+    "SEND",
     "alive",
     "claim",
     "clock_ns",
     "consume_token",
+    "fence_async",
+    "first_claim",
     "flags",
     "heap",
     "launch_number",
     "leave",
     "notify",
+    "notify_peers",
     "num_ranks",
     "rank",
+    "stamp",
     "symm_at",
     "wait",
+    "wait_peers",
+    "wait_stamp",
 ]

@@ -16,6 +16,12 @@ NOTE [one decision a program]
     different values. A branch on them would part the threads, which then meet at different block barriers: a hang. A scalar atomic is
     made by one thread, and all threads get its result. So whatever may change during a launch (flags, abort word, clock, claims)
     decides a branch only by way of the result of an atomic.
+
+NOTE [stamps]
+    A flag of launch n holds its stamp: n and, in the low 16 bits, a hash of what runs (op, shapes, dtype). A rank that finds launch n
+    with another hash has met a peer that runs something else, which would be a wrong result or a wait for ever. Such a peer may raise
+    other flags than those waited for, so every rank also writes its stamp into the context of all others when it enters a launch,
+    and a wait that lasts looks there.
 """
 
 from __future__ import annotations
@@ -39,6 +45,7 @@ FLAGS_STRIDE = tl.constexpr(layout.FLAGS_STRIDE)
 DATA_START = tl.constexpr(layout.DATA_START)
 DATA_STRIDE = tl.constexpr(layout.DATA_STRIDE)
 CLOCK = tl.constexpr(layout.CLOCK)
+SEND = tl.constexpr(layout.SEND)
 HEAPS = tl.constexpr(layout.HEAPS)
 
 RECORD_STATE = tl.constexpr(layout.RECORD_STATE)
@@ -51,6 +58,8 @@ RECORD_PEER = tl.constexpr(layout.RECORD_PEER)
 RECORD_REASON = tl.constexpr(layout.RECORD_REASON)
 REASON_DEADLINE = tl.constexpr(layout.REASON_DEADLINE)
 REASON_TOLD = tl.constexpr(layout.REASON_TOLD)
+REASON_MISMATCH = tl.constexpr(layout.REASON_MISMATCH)
+SIGNATURE_BITS = tl.constexpr(layout.SIGNATURE_BITS)
 
 NO_TILE = tl.constexpr(2**31 - 1)
 POLLS = tl.constexpr(16)  # looks at a flag between two looks at the deadline and the abort word
@@ -104,10 +113,28 @@ def symm_at(ptr, rank, alignment: tl.constexpr = 1, ctx=None):
     return tl.multiple_of((theirs + (ptr.to(tl.int64) - mine)).to(ptr.dtype), alignment)
 
 
+@core.extern
+def fence_async(_semantic=None):
+    """Orders what follows through the async proxy (TMA loads, on Hopper and later) behind this thread's generic accesses: between a
+    wait and a TMA load of what peers have stored. Returns 0, int32, to be mixed into an address. Nothing to do on other devices."""
+    options = _semantic.builder.options
+    if options.backend_name == "cuda":
+        return core.inline_asm_elementwise(
+            "fence.proxy.async; mov.b32 $0, 0;", "=r", [], dtype=core.int32, is_pure=False, pack=1, _semantic=_semantic
+        )
+    return _semantic.to_tensor(0)
+
+
 @triton.jit
 def launch_number(ctx=None):
-    """Number n of this launch in the group, int64, from 1. It is the value of every flag of this launch."""
+    """Number n of this launch in the group, int64, from 1."""
     return tl.load(ctx + LAUNCH)
+
+
+@triton.jit
+def stamp(launch, signature):
+    """Value of the flags of launch number `launch` of a kernel with this `signature` (1 to 65535), int64. See NOTE [stamps]."""
+    return (launch << SIGNATURE_BITS) | signature
 
 
 @triton.jit
@@ -126,19 +153,35 @@ def heap(launch, dtype: tl.constexpr, ctx=None):
 
 
 @triton.jit
-def claim(ctx=None):
+def claim(ctx=None, counter: tl.constexpr = CLAIM):
     """Next tile of this launch, int32, from 0: each number goes to one program of this rank. Once the group has been told to give up,
     at most one more tile is handed out on this rank; what follows is larger than any tile, so that a kernel leaves its loops.
 
     Claiming replaces `program_id`: a single resident program then does all the work in order, and no program waits for one that
-    has not started (NCCL may hold the other multiprocessors, and programs run one after the other on a CPU thread)."""
+    has not started (NCCL may hold the other multiprocessors, and programs run one after the other on a CPU thread).
+    counter: CLAIM, or SEND for a kernel that claims its sends apart."""
     aborted = tl.load(ctx + ABORT, volatile=True)
     step = tl.where(aborted != 0, NO_TILE, 1).to(tl.int64)  # see NOTE [one decision a program]
-    return tl.minimum(tl.atomic_add(ctx + CLAIM, step, sem="relaxed", scope="gpu"), NO_TILE).to(tl.int32)
+    return tl.minimum(tl.atomic_add(ctx + counter, step, sem="relaxed", scope="gpu"), NO_TILE).to(tl.int32)
 
 
 @triton.jit
-def _give_up(kernel: tl.constexpr, flag, expected, seen, peer, told, ctx):
+def first_claim(stamp, ctx=None):
+    """First claim of a program; it does not look at the abort word first, which would cost a small kernel another read. The program
+    that gets tile 0 tells all peers what this rank has entered (see NOTE [stamps])."""
+    first = tl.minimum(tl.atomic_add(ctx + CLAIM, 1, sem="relaxed", scope="gpu"), NO_TILE).to(tl.int32)
+    if first == 0:
+        me = tl.load(ctx + RANK)
+        world = tl.load(ctx + WORLD)
+        for i in range(1, world):
+            peer = (me + i) % world
+            control = tl.load(ctx + HEAPS + world + peer).to(tl.pointer_type(tl.int64))
+            tl.store(control + HEAPS + 2 * world + me, stamp)
+    return first
+
+
+@triton.jit
+def _give_up(kernel: tl.constexpr, flag, expected, seen, peer, reason, ctx):
     """Records why this rank gives up (the first record of a rank wins) and, unless a peer has told it to, tells all the others."""
     me = tl.load(ctx + RANK)
     if tl.atomic_cas(ctx + RECORDED, tl.full((), 0, tl.int64), tl.full((), 1, tl.int64), sem="acq_rel", scope="sys") == 0:
@@ -149,12 +192,12 @@ def _give_up(kernel: tl.constexpr, flag, expected, seen, peer, told, ctx):
         tl.store(record + RECORD_SEEN, seen)
         tl.store(record + RECORD_RANK, me)
         tl.store(record + RECORD_PEER, peer)
-        tl.store(record + RECORD_REASON, tl.where(told, REASON_TOLD, REASON_DEADLINE))
+        tl.store(record + RECORD_REASON, reason)
         # The host watches STATE; the exchange orders it behind the rest. It is made on the context, not on the record, because a
         # record in host memory may lie across a link without atomics.
         tl.atomic_xchg(ctx + RECORDED, tl.full((), 2, tl.int64), sem="acq_rel", scope="sys")
         tl.store(record + RECORD_STATE, 1)
-    if not told:
+    if reason != REASON_TOLD:
         world = tl.load(ctx + WORLD)
         for i in range(world):
             control = tl.load(ctx + HEAPS + world + i).to(tl.pointer_type(tl.int64))
@@ -177,8 +220,9 @@ def leave(ctx=None):
         if not alive(ctx):
             # Told to give up while it was not waiting: tiles were left out, and the host must hear of it. The record of a wait wins.
             zero = tl.full((), 0, tl.int64)
-            _give_up(0, zero, zero, zero, tl.full((), -1, tl.int64), tl.full((), 1, tl.int1), ctx)
+            _give_up(0, zero, zero, zero, tl.full((), -1, tl.int64), REASON_TOLD, ctx)
         tl.store(ctx + CLAIM, 0)
+        tl.store(ctx + SEND, 0)
         tl.store(ctx + TICKET, 0)
         tl.store(ctx + LAUNCH, tl.load(ctx + LAUNCH) + 1)
 
@@ -198,33 +242,65 @@ def notify(ptr, rank, signal=1, sig_op: tl.constexpr = SET, comm_scope: tl.const
 
 
 @triton.jit
+def notify_peers(flags, signal, WORLD: tl.constexpr, step: tl.constexpr = 1, ctx=None):
+    """`notify` for all other ranks at once: raises flag `flags` + (i - 1) * `step` (an address of the own heap) at rank me + i, for i in
+    1 .. WORLD - 1. One release each, made by different threads at the same time."""
+    me = tl.load(ctx + RANK)
+    i = tl.arange(1, 1 + triton.next_power_of_2(WORLD))
+    others = i < WORLD
+    bases = tl.load(ctx + HEAPS + (me + i) % WORLD, mask=others, other=0)
+    offset = flags.to(tl.int64) - tl.load(ctx + HEAPS + me)
+    targets = (bases + offset + (i - 1) * (8 * step)).to(tl.pointer_type(tl.int64))
+    tl.debug_barrier()  # the stores of all threads, see NOTE [order of data and flags]
+    tl.atomic_xchg(targets, signal, mask=others, sem="release", scope="sys")
+
+
+@triton.jit
 def _last_time(ctx):
     """Tells the time to the programs of this rank that wait, and returns what was told last, ns: the same in all threads."""
     return tl.atomic_max(ctx + CLOCK, clock_ns(), sem="relaxed", scope="gpu")
 
 
 @triton.jit
-def _wait_slowly(ptr, value, scope: tl.constexpr, semantic: tl.constexpr, kernel: tl.constexpr, peer, ctx):
-    """The rest of `wait` once the first look failed: polls the flag, the abort word and the deadline. Returns what it saw last."""
+def _wait_slowly(ptr, value, stamped: tl.constexpr, scope: tl.constexpr, semantic: tl.constexpr, kernel: tl.constexpr, peer, ctx):
+    """The rest of `wait` once the first look failed: polls the flag, the abort word and the deadline, and for a stamp also what the
+    peer has entered. Returns what it saw last."""
+    world = tl.load(ctx + WORLD)
+    least = value
+    if stamped:  # any kernel of this launch ends the wait
+        least = (value >> SIGNATURE_BITS) << SIGNATURE_BITS
     _last_time(ctx)  # may be that of an earlier launch
     start = _last_time(ctx)
     limit = tl.load(ctx + TIMEOUT_NS)
     polls = 0
-    told = tl.full((), 0, tl.int1)
+    reason = tl.full((), 0, tl.int32)
+    other = tl.full((), 0, tl.int64)
     seen = tl.atomic_add(ptr, 0, sem=semantic, scope=scope)
-    waiting = seen < value
+    waiting = seen < least
     while waiting:
         seen = tl.atomic_add(ptr, 0, sem=semantic, scope=scope)
-        waiting = seen < value
+        waiting = seen < least
         polls += 1
         if waiting & (polls % POLLS == 0):
             told = not alive(ctx)
             late = _last_time(ctx) - start > limit
-            waiting = not (told | late)
-    if seen < value:  # behind the loop, so that the CPU backend sees a loop that only polls, and gives the processor away in it
+            reason = tl.where(told, REASON_TOLD, tl.where(late, REASON_DEADLINE, 0))
+            if stamped:
+                entered = tl.atomic_add(ctx + HEAPS + 2 * world + peer, 0, sem="relaxed", scope="sys")
+                # The peer is in this launch (not in the next: then all its flags have come), and runs something else.
+                if (entered >= least) & (entered >> SIGNATURE_BITS == value >> SIGNATURE_BITS) & (entered != value):
+                    other = entered
+                    reason = tl.where(told, REASON_TOLD, REASON_MISMATCH)
+            waiting = reason == 0
+    # behind the loop, so that the CPU backend sees a loop that only polls, and gives the processor away in it
+    if stamped:  # noqa: SIM102  (decided at compile time, the other at run time)
+        if (seen >= least) & (seen != value):
+            other = seen
+            reason = tl.full((), REASON_MISMATCH, tl.int32)
+    if (seen < least) | (reason != 0):
         base = tl.load(ctx + HEAPS + tl.load(ctx + RANK))
         index = (ptr.to(tl.int64) - base) % tl.load(ctx + FLAGS_STRIDE) // 8
-        _give_up(kernel, index, value, seen, peer, told, ctx)
+        _give_up(kernel, index, value, tl.maximum(seen, other), peer, reason, ctx)
     return seen
 
 
@@ -251,10 +327,42 @@ def wait(
     for i in range(numBarriers):
         seen = tl.atomic_add(barrierPtrs + i, 0, sem=semantic, scope=scope)
         if seen < waitValue:
-            seen = _wait_slowly(barrierPtrs + i, waitValue, scope, semantic, kernel, peer, ctx)
+            seen = _wait_slowly(barrierPtrs + i, waitValue, False, scope, semantic, kernel, peer, ctx)
         # Zero, since flags are never negative; but the compiler cannot know, and has to read the flag first.
         token += tl.minimum(seen, 0)
     return token
+
+
+@triton.jit
+def wait_stamp(flag, stamp, kernel: tl.constexpr, peer, ctx=None):
+    """Spins until `peer` has raised `flag` (int64, in the own heap) to `stamp`; returns a token. Acquires, in the whole system.
+
+    A peer that runs another kernel in this launch ends the wait with an error that names both (see NOTE [stamps]); in all else as
+    `wait`. kernel: an id of `layout.KERNELS`, for the error message."""
+    seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
+    if seen != stamp:
+        seen = _wait_slowly(flag, stamp, True, "sys", "acquire", kernel, peer, ctx)
+    return tl.minimum(seen, 0)  # zero, as in `wait`
+
+
+@triton.jit
+def wait_peers(flags, stamp, kernel: tl.constexpr, WORLD: tl.constexpr, ctx=None):
+    """`wait_stamp` for WORLD - 1 consecutive flags, the j-th of which rank me - 1 - j raises (as `notify_peers` does with step 1)."""
+    j = tl.arange(0, triton.next_power_of_2(WORLD))
+    others = j < WORLD - 1
+    polls = 0
+    missing = tl.full((), 1, tl.int64)
+    # All flags at one look; threads agree, since the values of an atomic are handed to all of them.
+    while (missing != 0) & (polls < POLLS):
+        seen = tl.atomic_add(flags + j, 0, mask=others, sem="acquire", scope="sys")
+        missing = tl.max(tl.where(others, seen ^ stamp, 0), 0)
+        polls += 1
+    token = tl.full((), 0, tl.int64)
+    if missing != 0:
+        me = tl.load(ctx + RANK).to(tl.int32)
+        for one in range(WORLD - 1):
+            token += wait_stamp(flags + one, stamp, kernel, (me + WORLD - 1 - one) % WORLD, ctx=ctx)
+    return token + tl.minimum(missing, 0)  # zero, as in `wait`
 
 
 @triton.jit

@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 from torch._inductor.lowering import empty, lowerings, register_lowering, view
+from torch._inductor.virtualized import V
 
 from ..kernels import all_gather_matmul as ag_mm
 from ..kernels import matmul_all_reduce as mm_ar
 from ..kernels import matmul_reduce_scatter as mm_rs
+from ..kernels.tiles import TMA_BYTES, tma_form
 from ..ops import group_size, widest_weight
 from .template import contiguous_rows, launch, realize
 
@@ -29,6 +31,16 @@ def _ints(sizes: Any) -> list[int]:
 def _rows(x: Any) -> Any:
     sizes = _ints(x.get_size())
     return realize(view(x, [math.prod(sizes[:-1]), sizes[-1]]))  # not -1: K may be 0 on a rank
+
+
+def _tma(a: Any, b: Any) -> str:
+    """`tma_form` of two realised nodes."""
+    for node in (a, b):
+        layout = node.get_layout()
+        if layout.offset * layout.dtype.itemsize % TMA_BYTES or node.get_name() in V.graph.unaligned_buffers:
+            return ""
+    shapes = [(_ints(node.get_size()), _ints(node.get_stride())) for node in (a, b)]
+    return tma_form(a.get_device(), a.get_dtype(), *shapes)
 
 
 def bias_dims(bias: Any) -> int:
@@ -54,7 +66,16 @@ def _all_gather_matmul(shard, weights, gather_dim, group, *, bias, return_gather
     gather = ag_mm.keeps_gathered(widths, return_gathered)
     device, dtype = rows.get_device(), rows.get_dtype()
     chosen = ag_mm.plan(
-        m, widths[widest], k, world, dtype, inner=inner, has_bias=biases[widest] is not None, gather=gather, device=device
+        m,
+        widths[widest],
+        k,
+        world,
+        dtype,
+        inner=inner,
+        has_bias=biases[widest] is not None,
+        gather=gather,
+        device=device,
+        tma=_tma(rows, weights[widest]),
     )
     tensors = {"A": rows, "B": weights[widest]}
     if biases[widest] is not None:
@@ -91,7 +112,16 @@ def _matmul_reduce_scatter(x, weight, scatter_dim, reduce_op, group, *, bias=Non
     (m, k), n = _ints(rows.get_size()), _ints(weight.get_size())[1]
     inner = mm_rs.inner_rows(tuple(shape), dim, world)
     chosen = mm_rs.plan(
-        m, n, k, world, rows.get_dtype(), inner=inner, reduce_op=reduce_op, bias_dims=bias_dims(bias), device=rows.get_device()
+        m,
+        n,
+        k,
+        world,
+        rows.get_dtype(),
+        inner=inner,
+        reduce_op=reduce_op,
+        bias_dims=bias_dims(bias),
+        device=rows.get_device(),
+        tma=_tma(rows, weight),
     )
     tensors = {"A": rows, "B": weight, **({"BIAS": _bias(bias)} if bias is not None else {})}
     out = launch(chosen, group, tensors, mm_rs.inputs(bias is not None), [m // world, n])
@@ -103,7 +133,17 @@ def _matmul_all_reduce(x, weight, reduce_op, group, *, bias=None):
     world, shape = group_size(group), _ints(x.get_size())
     rows, weight = _rows(x), realize(weight)
     (m, k), n = _ints(rows.get_size()), _ints(weight.get_size())[1]
-    chosen = mm_ar.plan(m, n, k, world, rows.get_dtype(), reduce_op=reduce_op, bias_dims=bias_dims(bias), device=rows.get_device())
+    chosen = mm_ar.plan(
+        m,
+        n,
+        k,
+        world,
+        rows.get_dtype(),
+        reduce_op=reduce_op,
+        bias_dims=bias_dims(bias),
+        device=rows.get_device(),
+        tma=_tma(rows, weight),
+    )
     tensors = {"A": rows, "B": weight, **({"BIAS": _bias(bias)} if bias is not None else {})}
     out = launch(chosen, group, tensors, mm_ar.inputs(bias is not None), [m, n])
     return view(out, [*shape[:-1], n])

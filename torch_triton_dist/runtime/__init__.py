@@ -47,7 +47,8 @@ def launch_context(device: torch.device, group_name: str, nbytes: int, nflags: i
         device: where the kernel runs, cpu or cuda.
         group_name: name of the process group.
         nbytes, nflags: data bytes and flags that the kernel uses in each half of the heap.
-        signature: what the kernel computes, `name(shapes, dtype, ...)`; equal on all ranks, compared at the first launch.
+        signature: what the kernel computes, `name(shapes, dtype, ...)`; equal on all ranks. Compared at its first launch here, and
+            in every launch by the kernel, which stamps its flags with the `layout.signature_code` of it.
 
     Returns:
         int64 tensor on `device`, at one address for the life of the group; its words are described in `runtime.layout`.

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from .errors import RESET, RESTART, DistributedKernelError
 
 _FAILURE = "failure"
+_LOOK_S = 0.05  # between two calls of `look`
 
 
 class Board:
@@ -57,9 +58,9 @@ class Board:
             self.fail(text)
         return DistributedKernelError(text, group=self.group, rank=self.rank, peer=peer, reason=reason)
 
-    def exchange(self, step: str, value: Any, timeout_s: float) -> list[Any]:
+    def exchange(self, step: str, value: Any, timeout_s: float, look: Callable[[], None] | None = None) -> list[Any]:
         """All-gather of a JSON value, and so a barrier too: one entry a rank, in the order of the ranks. A step happens once an
-        epoch.
+        epoch. look: called now and then while a rank is missing; it may raise.
 
         Raises:
             DistributedKernelError: a rank did not come in time (named), has exited, or has posted a failure.
@@ -67,6 +68,7 @@ class Board:
         end = time.monotonic() + timeout_s
         values: dict[int, Any] = {}
         pause = 0.0005
+        next_look = time.monotonic()
         try:
             self.store.set(f"{step}/{self.rank}", json.dumps(value))
             while True:
@@ -77,6 +79,9 @@ class Board:
                     return [values[rank] for rank in range(self.world)]
                 missing = [rank for rank in range(self.world) if rank not in values]
                 self._look_around(step, missing, time.monotonic() > end, timeout_s)
+                if look is not None and time.monotonic() >= next_look:
+                    self.guarded(step, look)
+                    next_look = time.monotonic() + _LOOK_S
                 time.sleep(pause)
                 pause = min(1.5 * pause, 0.02)
         except DistributedKernelError:

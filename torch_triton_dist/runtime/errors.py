@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from . import layout
@@ -55,10 +55,20 @@ def kernel_name(record: Sequence[int] | None, signature: str) -> str:
 
 
 def waited(record: Sequence[int] | None) -> str:
-    """What the rank waited for when it gave up."""
+    """What the rank waited for when it gave up. Flags of our kernels hold stamps, the flags of others launch numbers."""
     if not record or record[layout.RECORD_EXPECTED] == 0:
         return ""
+    bits = layout.SIGNATURE_BITS if record[layout.RECORD_KERNEL] in layout.KERNELS else 0
     return (
         f" It waited for flag {record[layout.RECORD_FLAG]} from rank {record[layout.RECORD_PEER]}: "
-        f"launch {record[layout.RECORD_EXPECTED]} expected, {record[layout.RECORD_SEEN]} seen."
+        f"launch {record[layout.RECORD_EXPECTED] >> bits} expected, {record[layout.RECORD_SEEN] >> bits} seen."
+    )
+
+
+def different_kernels(what: str, kernels: Mapping[int, str]) -> str:
+    """`what` differs between ranks; kernels: rank -> the kernel that it runs."""
+    lines = "".join(f"\n  on rank {rank}: {kernel}" for rank, kernel in kernels.items())
+    return (
+        f"the ranks run different kernels. {what} is{lines}\n"
+        f"All ranks must run the same graph with the same shapes, in the same order. {RESET}."
     )

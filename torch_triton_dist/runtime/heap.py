@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,9 +26,10 @@ import torch.distributed as dist
 from .. import config
 from . import agreement, groups, layout
 from .board import Board
-from .errors import RESET, RESTART, DistributedKernelError, kernel_name, waited
+from .errors import RESET, RESTART, DistributedKernelError, different_kernels, kernel_name, waited
 from .host import HostTransport
 from .peers import Peers
+from .settings import timeout_override
 
 log = logging.getLogger("torch_triton_dist.runtime")
 
@@ -53,6 +55,7 @@ class SymmetricHeap:
         self._growths = 0  # tried in this epoch
         self._poison: DistributedKernelError | None = None
         self._timeout_s = 0.0
+        self._timeout_override: Any = None  # what `settings.timeout_override` returned when it was read
         self._on_timeout = "raise"
         self._abort_from: int | None = None  # launches from this one on were told to give up by our watchdog
         self._reported = False
@@ -75,7 +78,7 @@ class SymmetricHeap:
                 self._prepare(nbytes, nflags, signature)
             elif self._poison is not None or self.board.gone or self.transport.failed():
                 self._raise_failure()
-            if config.timeout_s != self._timeout_s:
+            if timeout_override() is not self._timeout_override:
                 self._set_timeout()
             self.transport.order()
         except BaseException:
@@ -120,8 +123,9 @@ class SymmetricHeap:
         if self.transport.capturing():
             return  # the deadline is data, not part of the graph: it changes at the next launch that is not captured
         seconds = config.checked("timeout_s")
-        self.transport.write({layout.TIMEOUT_NS: min(int(seconds * 1e9), 2**62)})
-        self._timeout_s = config.timeout_s
+        if seconds != self._timeout_s:
+            self.transport.write({layout.TIMEOUT_NS: min(int(seconds * 1e9), 2**62)})
+        self._timeout_s, self._timeout_override = seconds, timeout_override()
 
     # --- first launch of a kernel, growth
 
@@ -131,13 +135,13 @@ class SymmetricHeap:
         self._on_timeout = config.checked("on_timeout")
         try:
             if signature not in self.needs:
-                self._agree(f"{signature}, {nbytes} bytes and {nflags} flags, on {self.device.type}")
+                self._agree(signature, f"{nbytes} bytes and {nflags} flags, on {self.device.type}")
             # Tensors made in inference mode could not be written to outside of it.
             with torch.inference_mode(False), torch.no_grad():
                 if self.transport is None:
                     self._connect(config.checked("timeout_s"))
                 if self.heap is None or nbytes > self.nbytes or nflags > self.nflags:
-                    self._grow(max(nbytes, self.nbytes), max(nflags, self.nflags), config.checked("timeout_s"))
+                    self._grow(max(nbytes, self.nbytes), max(nflags, self.nflags), signature, config.checked("timeout_s"))
         except DistributedKernelError as failed:
             self._poison = failed
             raise
@@ -150,16 +154,19 @@ class SymmetricHeap:
                 "the capture (torch.compile's reduce-overhead mode and torch.cuda.make_graphed_callables do)."
             )
 
-    def _agree(self, text: str) -> None:
+    def _agree(self, signature: str, needs: str) -> None:
         try:
-            error = agreement.find_mismatch(self.board, len(self.needs), text)
+            error = agreement.find_mismatch(self.board, len(self.needs), signature, needs)
         except RuntimeError as failed:
             raise self.board.error(f"the store of the group does not answer ({failed})", post=False) from failed
         if error is not None:
             if self.transport is not None:
-                for peer in range(self.world):  # they may wait in the kernel that we do not run
-                    self.transport.tell(peer, 1 + self.rank)
+                self._tell_all()
             raise error
+
+    def _tell_all(self) -> None:
+        for peer in range(self.world):  # they may wait in a kernel that we do not run
+            self.transport.tell(peer, 1 + self.rank)
 
     def _connect(self, timeout_s: float) -> None:
         """Collective: sockets to the peers, the watchdog on them, and the control block."""
@@ -175,11 +182,12 @@ class SymmetricHeap:
         peers = self.peers
         self.transport = self.board.guarded("making the control block", lambda: kind(self.device, self.board, peers, timeout_s))
         self.transport.write({layout.LAUNCH: 1})
+        self._timeout_s, self._timeout_override = 0.0, object()  # as in the new table
         self.watchdog.nudge()
 
-    def _grow(self, nbytes: int, nflags: int, timeout_s: float) -> None:
-        """Collective: a heap for at least `nbytes` and `nflags` a half. LAUNCH goes on; captured graphs find the new heap in the
-        table.
+    def _grow(self, nbytes: int, nflags: int, signature: str, timeout_s: float) -> None:
+        """Collective: a heap for at least `nbytes` and `nflags` a half, before the first launch of `signature`. LAUNCH goes on;
+        captured graphs find the new heap in the table.
 
         The first exchange comes when all launches of this rank have ended. After it, all launches of all ranks have, and nobody
         writes to the old memory any more. After the last one, all ranks have mapped zero flags.
@@ -189,7 +197,8 @@ class SymmetricHeap:
         step = f"allocation {self._growths} of the heap"
         flags_stride, data_start, data_stride, total = layout.heap_layout(nbytes, nflags)
         transport.drain()
-        sizes = board.exchange(step, total, timeout_s)
+        look = board.guarded(step, lambda: self._look_for_other_kernels(signature))
+        sizes = board.exchange(step, total, timeout_s, look)
         if len(set(sizes)) > 1:
             raise board.error(f"the ranks want heaps of different sizes: {sizes} bytes, by rank", post=True, reason="mismatch")
         memory = board.guarded(step, lambda: transport.allocate(total))
@@ -210,6 +219,23 @@ class SymmetricHeap:
         transport.write(words | {layout.HEAPS + peer: base for peer, base in enumerate(heap.bases)})
         self.heap, self.total = heap, total
         self.nbytes, self.nflags = data_stride, flags_stride // layout.WORD
+
+    def _look_for_other_kernels(self, signature: str) -> Callable[[], None]:
+        """A function that raises once a peer is in the launch that this rank is growing the heap for. Nobody enters it before all
+        ranks have passed the first exchange of `_grow`, so such a peer knows of no growth: it runs a kernel that it has run
+        before, and waits in it for us."""
+        launch = self.transport.read(layout.LAUNCH)
+
+        def look() -> None:
+            for peer in range(self.world):
+                stamp = self.transport.read(layout.entered(self.world, peer)) if peer != self.rank else 0
+                if stamp >> layout.SIGNATURE_BITS >= launch:
+                    error = self._other_kernel(signature, stamp, peer)
+                    self.board.fail(str(error))
+                    self._tell_all()
+                    raise error
+
+        return look
 
     # --- errors
 
@@ -242,6 +268,12 @@ class SymmetricHeap:
         ):
             return None  # told because a peer had gone, after this launch had ended
         kernel = kernel_name(record, self.signature)
+        if record is not None and record[layout.RECORD_REASON] == layout.REASON_MISMATCH:
+            expected, stamp = record[layout.RECORD_EXPECTED], record[layout.RECORD_SEEN]
+            code = expected % (1 << layout.SIGNATURE_BITS)
+            own = agreement.kernel_of(self.board, self.rank, code, known=[self.signature, *self.needs])
+            peer = agreement.who_entered(transport, self.rank, self.world, stamp, record[layout.RECORD_PEER])
+            return self._other_kernel(own, stamp, peer, kernel)
         if record is not None and record[layout.RECORD_REASON] == layout.REASON_DEADLINE:
             peer = record[layout.RECORD_PEER]
             why = self.board.gone.get(peer)
@@ -267,6 +299,12 @@ class SymmetricHeap:
         peer, why = next(iter(self.board.gone.items()))
         after = f" The last kernel of this rank was {kernel_name(None, self.signature)}." if self.signature else ""
         return self._error(f"rank {peer} {why}.{after} {RESTART}.", None, peer, "peer exited")
+
+    def _other_kernel(self, own: str, stamp: int, peer: int, kernel: str | None = None) -> DistributedKernelError:
+        """The error of a launch in which this rank runs `own` and `peer` what `stamp` says."""
+        launch, code = stamp >> layout.SIGNATURE_BITS, stamp % (1 << layout.SIGNATURE_BITS)
+        kernels = {self.rank: own, peer: agreement.kernel_of(self.board, peer, code)}
+        return self._error(different_kernels(f"Launch {launch} of the group", kernels), kernel, peer, "mismatch")
 
     def _posted_failure(self) -> tuple[int, str] | None:
         """The failure that made a peer tell us; it posts it a moment after it has set our abort word."""
@@ -366,7 +404,9 @@ class SymmetricHeap:
             if self.heap is not None:
                 self.transport.zero_flags(self.heap, layout.heap_layout(self.nbytes, self.nflags)[1])
             self.transport.clear_record()
-            counters = (layout.CLAIM, layout.TICKET, layout.ABORT, layout.RECORDED)
+            # No peer enters a launch before the exchange below, which all ranks reach with these words cleared.
+            entered = [layout.entered(self.world, peer) for peer in range(self.world)]
+            counters = [layout.CLAIM, layout.SEND, layout.TICKET, layout.ABORT, layout.RECORDED, *entered]
             self.transport.write(dict.fromkeys(counters, 0) | {layout.LAUNCH: 1, layout.GENERATION: self.generation})
         self.needs, self._growths, self._poison, self._abort_from, self._reported = {}, 0, None, None, False
         board.exchange("reset done", True, timeout_s)

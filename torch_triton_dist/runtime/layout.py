@@ -11,6 +11,8 @@ Words are int64. Every offset is a multiple of `ALIGNMENT` bytes.
 
 from __future__ import annotations
 
+import zlib
+
 WORD = 8  # bytes of a word, and of a flag
 ALIGNMENT = 256  # bytes
 CONTROL_BYTES = 4096  # at least; more for very large groups
@@ -30,28 +32,45 @@ DATA_START = 10  # byte offset of the data of half 0 in the heap
 DATA_STRIDE = 11  # bytes of data in each half
 GENERATION = 12  # heap generation, +1 at growth and at reset
 CLOCK = 13  # latest time, ns, that a waiting program of this rank has seen
-HEAPS = 16  # HEAPS + r: address at which this rank sees the heap of rank r; HEAPS + WORLD + r: the control block of rank r
+SEND = 14  # next send to claim, for kernels that claim their sends apart; the last program to leave clears it
+HEAPS = 16  # HEAPS + r: address at which this rank sees the heap of rank r
+# HEAPS + WORLD + r: address at which this rank sees the control block of rank r
+# HEAPS + 2 * WORLD + r: the stamp of the launch that rank r has entered last; rank r writes it
 
 # Words of an error record.
 RECORD_WORDS = 16
 RECORD_STATE = 0  # 0: none, 1: complete (written last)
 RECORD_KERNEL = 1  # id, see KERNELS
 RECORD_FLAG = 2  # index of the flag in its half
-RECORD_EXPECTED = 3  # launch number waited for
-RECORD_SEEN = 4  # value of the flag when the rank gave up
+RECORD_EXPECTED = 3  # value waited for: a stamp in our kernels
+RECORD_SEEN = 4  # value of the flag when the rank gave up; the stamp of the other kernel for REASON_MISMATCH
 RECORD_RANK = 5  # the rank that waited
 RECORD_PEER = 6  # the rank it waited for
-RECORD_REASON = 7  # REASON_DEADLINE or REASON_TOLD
+RECORD_REASON = 7  # REASON_DEADLINE, REASON_TOLD or REASON_MISMATCH
 
 REASON_DEADLINE = 1  # the wait took longer than TIMEOUT_NS
 REASON_TOLD = 2  # a peer, or the host, set ABORT
+REASON_MISMATCH = 3  # a peer runs another kernel in this launch
+
+# A flag of launch n holds n and what runs: its *stamp* is n << SIGNATURE_BITS | signature.
+SIGNATURE_BITS = 16
 
 KERNELS = {1: "all_gather_matmul", 2: "matmul_reduce_scatter", 3: "matmul_all_reduce"}
 
 
+def signature_code(signature: str) -> int:
+    """The signature of a kernel as it stands in flags: a hash of SIGNATURE_BITS bits, never 0."""
+    return zlib.crc32(signature.encode()) % ((1 << SIGNATURE_BITS) - 1) + 1
+
+
 def context_words(world: int) -> int:
     """Words of the context table of a group of `world` ranks."""
-    return HEAPS + 2 * world
+    return HEAPS + 3 * world
+
+
+def entered(world: int, rank: int) -> int:
+    """Word of the context table that holds the stamp of the launch that `rank` has entered last."""
+    return HEAPS + 2 * world + rank
 
 
 def align(nbytes: int) -> int:

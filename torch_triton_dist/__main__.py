@@ -14,13 +14,21 @@ def main(arguments: list[str] | None = None) -> int:
     commands.add_parser("doctor", help="what this machine offers, and what is missing")
     demo = commands.add_parser("demo", help="train a small Llama-style model on several ranks, with and without the extension")
 
+    bench = commands.add_parser("bench", help="time the fused kernels against the unfused form, other libraries and the bound")
+
     # Only the command that runs imports what it needs: `--help` is instant, and `doctor` works where torch does not.
     words = sys.argv[1:] if arguments is None else arguments
     if words[:1] == ["demo"]:
         from . import demo as demo_module
 
         demo_module.add_arguments(demo)
+    elif words[:1] == ["bench"]:
+        from . import bench as bench_module
+
+        bench_module.add_arguments(bench)
     options = parser.parse_args(words)
+    if options.command == "bench":
+        return bench_module.main(options, words[1:])
     if options.command == "demo":
         return demo_module.main(options)
     if options.command == "doctor":

@@ -1,0 +1,139 @@
+"""The benchmark: ours against the parts, the peers and the bound, at many shapes, in one run.
+
+    python -m torch_triton_dist bench [--shapes table|random|gate|ranks8] [--shape ag:4096x8192x7168] [--nproc N] [--quick] [--e2e]
+
+starts the ranks with torchrun (or is one of them, when torchrun started it), shows progress, prints a table and writes it as markdown, JSON
+and CSV, and with `--plot bench.svg` as a picture. A variant that fails, hangs or is wrong is left out and named with its reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+SHAPES = {
+    "table": "the project's table",
+    "random": "random layers of Llama, Qwen, Mistral and GPT models (--seed, --count)",
+    "gate": "the sizes that the cost gate knows",
+    "ranks8": "the sizes of published results on 8 GPUs",
+}
+RESTARTS = 8
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    add = parser.add_argument
+    add("--device", choices=["auto", "cuda", "cpu"], default="auto", help="auto: cuda where there are two GPUs or more")
+    add("--nproc", type=int, help="number of ranks (default: 4, or all GPUs if there are fewer; 2 on cpu)")
+    add("--shapes", choices=list(SHAPES), default="table", help="; ".join(f"{name}: {text}" for name, text in SHAPES.items()))
+    add("--shape", action="append", default=[], metavar="OP:MxKxN", help="a shape of your own: op ag, rs or ar; M global, K, N per rank")
+    add("--op", action="append", default=[], choices=["ag", "rs", "ar"], help="only this op (may be given several times)")
+    add("--seed", type=int, default=5, help="of the random shapes (default: 5)")
+    add("--count", type=int, default=60, help="number of random shapes (default: 60)")
+    add("--quick", action="store_true", help="one shape for each op")
+    add("--e2e", action="store_true", help="whole blocks: eager, inductor, inductor with async TP, ours")
+    add("--variants", action="append", default=[], metavar="NAME", help="only this column (may be given several times)")
+    add("--no-struct", dest="struct", action="store_false", help="leave out the kernel in a group of one rank")
+    add("--dtype", choices=["bf16", "fp16", "fp32"], help="default: bf16, on cpu fp32")
+    add("--replays", type=int, default=30, help="timed replays of each variant (default: 30)")
+    add("--checks", type=int, default=2, help="replays on changed inputs that are compared with fp32 (default: 2)")
+    add("--timeout", type=float, default=90, help="seconds that one stage of one variant may take (default: 90)")
+    add("--out", default="bench_results", metavar="FOLDER", help="where the tables go (default: bench_results)")
+    add("--plot", metavar="FILE", help="also draw bench.svg or bench.png in that folder; needs matplotlib")
+    add(
+        "--plugin",
+        action="append",
+        default=[],
+        metavar="FILE.py",
+        help="run this first on each rank, to add columns; see bench/variants.py",
+    )
+    add("--verbose", action="store_true", help="tracebacks of variants that fail")
+    add("--state", help=argparse.SUPPRESS)  # from the command to the ranks: the folder of their state
+
+
+def resolve(options: argparse.Namespace) -> str | None:
+    """Fill in what follows from the machine. Returns what is wrong with the arguments, or None."""
+    import torch
+    import torch.distributed as dist
+
+    from .cases import select
+
+    gpus = torch.cuda.device_count()
+    if dist.is_torchelastic_launched():
+        options.nproc = int(os.environ["WORLD_SIZE"])
+    if options.device == "auto":
+        options.device = "cuda" if gpus >= 2 else "cpu"
+    if options.nproc is None:
+        options.nproc = min(4, gpus) if options.device == "cuda" else 2
+    if options.device == "cuda" and (gpus < 2 or options.nproc > gpus):
+        return f"cuda needs a GPU for each of at least 2 ranks, and this machine has {gpus}: use fewer ranks or --device cpu"
+    if options.nproc < 2:
+        return "--nproc must be 2 or more: there is no collective in a group of one rank"
+    if options.replays < 1 or options.checks < 1 or options.count < 1 or not options.timeout > 0:
+        return "--replays, --checks, --count and --timeout must be above 0"
+    if options.plot and Path(options.plot).suffix not in (".png", ".svg"):
+        return f"--plot writes PNG or SVG, and {options.plot!r} is neither"
+    try:
+        select(options.shapes, options.shape, options.op, options.quick, options.device, options.nproc, options.seed, options.count)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def launch(options: argparse.Namespace, words: list[str]) -> int:
+    """Start the ranks with torchrun, again without a variant that hung or died, and write the tables. Returns the exit status."""
+    from ..demo import end
+    from . import report
+    from .state import State
+
+    # Without multicast, whatever the machine offers: the table is about links that do not have it.
+    env = dict(os.environ) | {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0"}
+    env["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"  # the watchdog of the bench knows more about what hangs
+    if options.device == "cpu":
+        env |= {"CUDA_VISIBLE_DEVICES": "", "TRITON_DEFAULT_BACKEND": "cpu"}
+        env.setdefault("OMP_NUM_THREADS", "1")
+    else:
+        env.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // options.nproc, 1)))
+    with TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.nproc}"]
+        command += ["-m", "torch_triton_dist", "bench", *words, f"--device={options.device}", f"--state={folder}"]
+        status = 1
+        for _ in range(1 + RESTARTS):
+            torchrun = subprocess.Popen(command, env=env, start_new_session=True)
+            try:
+                status = 1 if torchrun.wait() else 0
+            except KeyboardInterrupt:
+                print("\ninterrupted: ending the ranks", file=sys.stderr)
+                status = 130
+            finally:
+                end(torchrun)
+            state = State.load(Path(folder))
+            if status in (0, 130):
+                break
+            buried = state.bury()
+            if buried is None:
+                break
+            print(f"hung or died: {buried}. Starting the ranks again without it.", file=sys.stderr, flush=True)
+        report.write(State.load(Path(folder)).contents, options)
+    return status
+
+
+def main(options: argparse.Namespace, words: list[str]) -> int:
+    """Entry point of `python -m torch_triton_dist bench`, and of each rank; words: the arguments of the command. Returns the status."""
+    import torch.distributed as dist
+
+    problem = resolve(options)
+    if problem:
+        print(f"bench: {problem}", file=sys.stderr)
+        return 2
+    shown = [word for word in words if not word.startswith("--state=")]
+    options.command_line = " ".join(["python -m torch_triton_dist bench", *shown])
+    if dist.is_torchelastic_launched():
+        from . import ranks
+
+        return ranks.main(options)
+    return launch(options, words)

@@ -9,6 +9,7 @@ and CSV, and with `--plot bench.svg` as a picture. A variant that fails, hangs o
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import subprocess
 import sys
@@ -84,15 +85,13 @@ def resolve(options: argparse.Namespace) -> str | None:
     return None
 
 
-def launch(options: argparse.Namespace, words: list[str]) -> int:
+def launch(options: argparse.Namespace) -> int:
     """Start the ranks with torchrun, again without a variant that hung or died, and write the tables. Returns the exit status."""
     from ..demo import end
     from . import report
     from .state import State
 
-    # Without multicast, whatever the machine offers: the table is about links that do not have it.
-    env = dict(os.environ) | {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0"}
-    env["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"  # the watchdog of the bench knows more about what hangs
+    env = dict(os.environ)
     if options.device == "cpu":
         env |= {"CUDA_VISIBLE_DEVICES": "", "TRITON_DEFAULT_BACKEND": "cpu"}
         env.setdefault("OMP_NUM_THREADS", "1")
@@ -100,7 +99,10 @@ def launch(options: argparse.Namespace, words: list[str]) -> int:
         env.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // options.nproc, 1)))
     with TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.nproc}"]
-        command += ["-m", "torch_triton_dist", "bench", *words, f"--device={options.device}", f"--state={folder}"]
+        # The options go through a file: torchrun takes some of them for its own.
+        command += ["-m", "torch_triton_dist", "bench", f"--state={folder}"]
+        options.state = folder
+        Path(folder, "options.json").write_text(json.dumps(vars(options)), encoding="utf-8")
         status = 1
         for _ in range(1 + RESTARTS):
             torchrun = subprocess.Popen(command, env=env, start_new_session=True)
@@ -126,14 +128,16 @@ def main(options: argparse.Namespace, words: list[str]) -> int:
     """Entry point of `python -m torch_triton_dist bench`, and of each rank; words: the arguments of the command. Returns the status."""
     import torch.distributed as dist
 
+    if options.state:  # a rank that `launch` has started
+        options = argparse.Namespace(**json.loads(Path(options.state, "options.json").read_text(encoding="utf-8")))
+    else:
+        options.command_line = " ".join(["python -m torch_triton_dist bench", *words])
     problem = resolve(options)
     if problem:
         print(f"bench: {problem}", file=sys.stderr)
         return 2
-    shown = [word for word in words if not word.startswith("--state=")]
-    options.command_line = " ".join(["python -m torch_triton_dist bench", *shown])
     if dist.is_torchelastic_launched():
         from . import ranks
 
         return ranks.main(options)
-    return launch(options, words)
+    return launch(options)

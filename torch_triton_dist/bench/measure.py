@@ -19,6 +19,7 @@ from .variants import Call, Setup, has_kraken
 # products and the sum to bf16 gives 2e-3 to 5e-3 and less than 0.05; one stale or missing tile is above both.
 LIMITS = {torch.bfloat16: (1e-2, 0.15), torch.float16: (2e-3, 0.03), torch.float32: (1e-3, 0.02)}
 MAX_SETS = 8
+SMALL_BYTES = 150e6  # of one input set: below, at least 4 calls a replay, because a launch of a graph costs some microseconds
 
 
 def on_gpu(device: torch.device) -> bool:
@@ -46,7 +47,9 @@ class Machine:
             self.link = self._measure_link()
 
     def flush(self) -> None:
-        """Evicts the L2 cache. It reads, because written lines would have to be written back during the next measurement."""
+        """Evicts the L2 cache. It reads, because written lines would have to be written back during the next measurement. The pause
+        lets the host queue what follows, so that its launches are not measured."""
+        torch.cuda._sleep(60_000)
         torch.sum(self._flushed, dim=0, out=self._sink)
 
     def barrier(self) -> None:
@@ -79,7 +82,7 @@ def make_setup(case: Case, machine: Machine, dtype: torch.dtype, solo: str) -> S
     device, world = machine.device, machine.world
     rows = case.m // world if case.op == AG else case.m
     nbytes = (case.m + case.n) * case.k * dtype.itemsize
-    sets = min(MAX_SETS, max(1, -(-3 * machine.cache // nbytes))) if on_gpu(device) else 2
+    sets = min(MAX_SETS, max(4 if nbytes < SMALL_BYTES else 1, -(-3 * machine.cache // nbytes))) if on_gpu(device) else 2
     generator = torch.Generator(device=device).manual_seed(1000 + machine.rank)
 
     def activation() -> torch.Tensor:
@@ -142,6 +145,7 @@ class Runner:
 
     def capture(self) -> None:
         if on_gpu(self.device):
+            self.outputs = []
             graph = torch.cuda.CUDAGraph()
             # Other threads (NCCL's watchdog) may go on making CUDA calls.
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):

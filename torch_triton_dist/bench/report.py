@@ -83,10 +83,11 @@ def _cell(value: float | None, form: str) -> str:
 
 
 def columns(rows: list[dict[str, Any]]) -> list[str]:
-    """The variants of these rows in the order of their first appearance, `struct` left out."""
+    """The variants that ran, or went wrong, in any of these rows, in the order of the first row; `struct` has its own column."""
     names: dict[str, None] = {}
     for row in rows:
-        names |= dict.fromkeys(name for name in row["kinds"] if name != "struct" and (name in row["us"] or name in row["problems"]))
+        bad = {name for name, problem in row["problems"].items() if problem.startswith(("wrong", "failed", "hung"))}
+        names |= dict.fromkeys(name for name in row["kinds"] if name != "struct" and (name in row["us"] or name in bad))
     return list(names)
 
 
@@ -104,8 +105,9 @@ def table(rows: list[dict[str, Any]]) -> str:
         for row in chosen:
             cells = [str(row[letter]) for letter in "mkn"]
             for name in names:
-                wrong = row["problems"].get(name, "").split(":")[0]
-                cells.append(_cell(row["us"].get(name, [None])[0], ".1f") if name in row["us"] else wrong if wrong == "wrong" else "–")
+                problem = row["problems"].get(name, "").split(" ")[0].strip(":")
+                bad = problem if problem in ("wrong", "failed", "hung") else "–"
+                cells.append(_cell(row["us"][name][0], ".1f") if name in row["us"] else bad)
             cells += [_cell(row.get("bound_us"), ".1f"), _cell(row.get("share_of_bound"), ".0%")]
             cells += [_cell(row.get("vs_best"), ".2f"), _cell(row.get("vs_unfused"), ".2f")]
             cells += [_cell(row.get("struct_loss"), "+.0%"), _cell(row.get("comm_loss"), "+.0%")]

@@ -1,0 +1,114 @@
+"""The benchmark on two CPU ranks: one shape for each op, and variants that misbehave."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from torch_triton_dist.bench import cases, report
+from torch_triton_dist.bench.cases import AG, AR, RS, Case
+
+BAD = """
+import os, time
+import torch
+import torch.distributed as dist
+from torch_triton_dist.bench import variants
+
+def stale(setup):  # the result of the first inputs for ever, as a kernel that reads its peers too early
+    kept = []
+    def call(i):
+        kept.append(setup.gathered[i] @ setup.weight[i])
+        return kept[i].clone()
+    return call
+
+def one_rank_raises(setup):
+    def call(i):
+        if dist.get_rank() == 1:
+            raise ValueError("only here")
+        return setup.gathered[i] @ setup.weight[i]
+    return call
+
+def hangs(setup):
+    def call(i):
+        time.sleep(1000)
+    return call
+
+variants.OURS[variants.AG] |= {"stale": stale, "raises": one_rank_raises, "hangs": hangs}
+"""
+
+
+def bench(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, "-m", "torch_triton_dist", "bench", "--device=cpu", "--nproc=2", "--replays=2", f"--out={folder}", *arguments]
+    return subprocess.run(words, capture_output=True, text=True, timeout=240, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"})
+
+
+def rows(folder: Path) -> dict[str, dict]:
+    return {row["op"]: row for row in json.loads((folder / "bench.json").read_text(encoding="utf-8"))["rows"]}
+
+
+def test_quick_run_writes_a_table(tmp_path):
+    done = bench("--quick", folder=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    written = rows(tmp_path)
+    assert set(written) == {AG, RS, AR}
+    for row in written.values():
+        assert set(row["us"]) == {"gemm", "nccl", "gemm+nccl", "ours", "struct"}
+        assert all(time > 0 for times in row["us"].values() for time in times)
+        assert row["errors"]["ours"][0] <= 2 * row["errors"]["gemm+nccl"][0] + 1e-6
+        assert row["vs_best"] == row["us"]["gemm+nccl"][0] / row["us"]["ours"][0]
+    text = (tmp_path / "bench.md").read_text(encoding="utf-8")
+    assert text in done.stdout and "bench --device=cpu --nproc=2" in text
+    for label in ("AG+GEMM", "GEMM+RS", "GEMM+AR"):
+        assert f"### {label}" in text
+    with (tmp_path / "bench.csv").open(encoding="utf-8") as file:
+        assert [row["op"] for row in csv.DictReader(file)] == [AG, RS, AR]
+
+
+def test_bad_variants_are_reported_and_left_out(tmp_path):
+    (tmp_path / "bad.py").write_text(BAD, encoding="utf-8")
+    done = bench("--quick", "--op=ag", "--timeout=12", f"--plugin={tmp_path}/bad.py", folder=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    row = rows(tmp_path)[AG]
+    assert set(row["us"]) == {"gemm", "nccl", "gemm+nccl", "ours", "struct"}
+    assert row["problems"]["stale"].startswith("wrong: relative error 1.4")
+    assert row["problems"]["raises"] == "failed to run: ValueError: only here"
+    assert row["problems"]["hangs"] == "hung or died in stage 'run'"
+    assert "hangs: hung" in done.stdout and "| wrong |" in (tmp_path / "bench.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("shape", ["xx:1x2x3", "ag:1x2", "ag:0x2x3", "ag:3x2x2", "ag:axbxc"])
+def test_shapes_that_make_no_sense(shape, tmp_path):
+    done = bench(f"--shape={shape}", folder=tmp_path)
+    assert done.returncode == 2
+    assert shape in done.stderr
+
+
+def test_random_shapes_follow_the_seed():
+    first = cases.random_layers(4, 5, 60)
+    assert first == cases.random_layers(4, 5, 60) != cases.random_layers(4, 6, 60)
+    assert len(first) == 60 and {case.op for case in first} == {AG, RS, AR}
+    assert all(1 <= case.m <= 16384 and (case.op == AR or case.m % 4 == 0) for case in first)
+    assert min(case.m for case in first) < 16 and max(case.m for case in first) > 4096
+
+
+def test_bytes_over_the_link():
+    assert Case(AG, 8192, 4096, 1).bytes_over_link(4, 2) == 8192 * 4096 * 2 * 3 / 4
+    assert Case(RS, 8192, 1, 4096).bytes_over_link(2, 2) == 8192 * 4096 * 2 / 2
+    assert Case(AR, 16, 1, 4096).bytes_over_link(4, 2) == 16 * 4096 * 2 * 3 / 2
+
+
+def test_derived_columns():
+    kinds = {"gemm": "part", "nccl": "part", "gemm+nccl": "peer", "kraken": "peer", "ours": "ours", "struct": "struct"}
+    us = {"gemm": [90.0], "nccl": [5.0], "gemm+nccl": [150.0], "kraken": [120.0], "ours": [100.0], "struct": [95.0]}
+    row = {"us": us, "kinds": kinds, "bytes": 50e3}
+    report.derive(row, 1e9)
+    assert row["best_peer"] == "kraken"  # a part is no peer, though it is faster
+    assert (row["vs_best"], row["vs_unfused"], row["bound_us"], row["share_of_bound"]) == (1.2, 1.5, 90.0, 0.9)
+    report.derive(row, 5e8)
+    assert row["bound_us"] == 100.0  # now the link is the bound

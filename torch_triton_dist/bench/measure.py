@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from .cases import AG, AR, Case
-from .variants import Call, Setup, has_kraken
+from .variants import Call, Setup, has_kraken, symmetric_empty
 
 # Of the result: how far its relative error (norm) and its largest error (in units of the root mean square) may go. Rounding the partial
 # products and the sum to bf16 gives 2e-3 to 5e-3 and less than 0.05; one stale or missing tile is above both.
@@ -42,7 +42,7 @@ class Machine:
             self.cache = torch.cuda.get_device_properties(device).L2_cache_size
             self._flushed = torch.ones(self.cache, device=device)  # four times the cache
             self._sink = torch.zeros((), device=device)
-            self._buffer = symm_mem.empty(256 << 20, dtype=torch.uint8, device=device)
+            self._buffer = symmetric_empty((256 << 20,), torch.uint8, device, group)
             self._handle = symm_mem.rendezvous(self._buffer, group)
             self.link = self._measure_link()
 
@@ -87,11 +87,7 @@ def make_setup(case: Case, machine: Machine, dtype: torch.dtype, solo: str) -> S
 
     def activation() -> torch.Tensor:
         if case.op == AG and on_gpu(device) and has_kraken():
-            from torch.distributed import _symmetric_memory as symm_mem
-
-            x = symm_mem.empty(rows, case.k, dtype=dtype, device=device)
-            symm_mem.rendezvous(x, machine.group)
-            return x
+            return symmetric_empty((rows, case.k), dtype, device, machine.group)
         return torch.empty(rows, case.k, dtype=dtype, device=device)
 
     x = [activation() for _ in range(sets)]

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .. import config
+from .. import config, runtime
 from . import report
 from .cases import Case, select
 from .measure import LIMITS, Machine, Runner, agreed, change_inputs, gathered_text, make_setup, on_gpu, references, slowest_rank, time_all
@@ -74,21 +74,29 @@ class Bench:
             print(text, flush=True)
 
     def stage(self, case: Case, variant: Variant, name: str, action: Callable[[], Any], seconds: float) -> tuple[str, Any]:
-        """Runs one stage of a variant on all ranks. Returns (why it failed on some rank or "", value)."""
-        what = f"{case.key} {variant.name}: {name}"
-        self.deadline.stage(what, seconds)
-        if self.rank == 0:
-            self.state.enter(case.key, variant.name, name)
-        value, problem = None, ""
-        try:
+        """`guarded`, with the environment of the variant, and with the errors that kernels of ours have reported."""
+
+        def complete() -> Any:
             with variant.settings():
                 value = action()
                 if on_gpu(self.device):
                     torch.cuda.synchronize()
-                if variant.kind in ("ours", "struct"):
-                    from ..runtime import check
+            if variant.kind in ("ours", "struct"):
+                runtime.check()
+            return value
 
-                    check()
+        return self.guarded(case.key, variant.name, name, complete, seconds)
+
+    def guarded(self, key: str, variant: str, name: str, action: Callable[[], Any], seconds: float) -> tuple[str, Any]:
+        """Runs one stage of a variant on all ranks. Returns (why it failed on some rank or "", value)."""
+        self.deadline.stage(f"{key} {variant}: {name}", seconds)
+        if self.rank == 0:
+            self.state.enter(key, variant, name)
+        value, problem = None, ""
+        try:
+            value = action()
+            if on_gpu(self.device):
+                torch.cuda.synchronize()
         except Unavailable as reason:
             problem = str(reason)
         except Exception as error:
@@ -116,7 +124,7 @@ class Bench:
             row["kinds"][variant.name] = variant.kind
             if (self.options.variants and variant.name not in self.options.variants) or (variant.kind == "struct" and not self.solo):
                 continue
-            reason = self.state.excluded(case, variant.name)
+            reason = self.state.excluded(case.key, variant.name)
             if reason:
                 row["problems"][variant.name] = reason
                 continue
@@ -153,9 +161,7 @@ class Bench:
         if variant.kind == "struct":
             self.solo = ""  # not tried again
         elif variant.kind == "ours" and problem.startswith("failed"):
-            from ..runtime import reset
-
-            reset(self.group)
+            runtime.reset(self.group)
 
     def _check(self, setup: Setup, chosen: dict[str, Variant], runners: dict[str, Runner], row: dict[str, Any]) -> None:
         """Replays every variant on inputs that have changed since it was captured, into poisoned results, and compares with fp32.
@@ -201,11 +207,22 @@ class Bench:
         except Exception as error:
             return str(error), ""
 
+    def head(self) -> dict[str, Any]:
+        """The machine, in the report and on the terminal."""
+        head = report.describe(self.device, self.world, self.dtype, self.machine.link, self.options)
+        self.say(report.heading(head))
+        return head
+
+    def say_problems(self, row: dict[str, Any]) -> None:
+        for name, problem in row["problems"].items():
+            if problem.startswith(("failed", "wrong", "hung")):
+                self.say(f"{'':16}{name}: {problem}")
+
     def run(self) -> None:
+        """All cases."""
         options = self.options
         cases = select(options.shapes, options.shape, options.op, options.quick, self.device.type, self.world, options.seed, options.count)
-        head = report.describe(self.device, self.world, self.dtype, self.machine.link, options)
-        self.say(report.heading(head))
+        head = self.head()
         started = time.monotonic()
         for number, case in enumerate(cases, start=1):
             row = self.state.row(case.key)
@@ -217,9 +234,7 @@ class Bench:
                 if self.rank == 0:
                     self.state.add(head, row)
             self.say(f"[{number:2}/{len(cases)}] {time.monotonic() - started:4.0f} s  {report.line(row)}")
-            for name, problem in row["problems"].items():
-                if problem.startswith(("failed", "wrong", "hung")):
-                    self.say(f"{'':16}{name}: {problem}")
+            self.say_problems(row)
         self.deadline.stage("", float("inf"))
         if self.rank == 0:
             self.state.finish(head)

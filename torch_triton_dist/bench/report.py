@@ -42,8 +42,7 @@ def heading(machine: dict[str, Any]) -> str:
     link = f", link {machine['link_gb_s']:.0f} GB/s" if machine["link_gb_s"] else ""
     return (
         f"{machine['world']} x {machine['device']}{link}, {machine['dtype']}, torch {machine['torch']}, triton {machine['triton']}; "
-        "us a call, median of "
-        f"{machine['replays']} replays, slowest rank"
+        f"medians of {machine['replays']} replays, slowest rank"
     )
 
 
@@ -152,9 +151,9 @@ def markdown(contents: dict[str, Any]) -> str:
     machine, rows = contents["machine"], contents["rows"]
     parts = [f"```sh\n{machine['command']}\n```", heading(machine)]
     if any("blocks" in row for row in rows):
-        from .blocks import blocks_table
+        from . import blocks
 
-        parts.append(blocks_table(rows))
+        parts.append(blocks.table(rows))
     else:
         parts += [LEGEND, table(rows), summary(rows)]
         missing = left_out(rows)

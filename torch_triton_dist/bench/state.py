@@ -7,8 +7,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-from .cases import Case
-
 HUNG = 17  # exit status of a rank whose watchdog ended it
 
 
@@ -31,12 +29,12 @@ class State:
         """The finished row of a case."""
         return next((row for row in self.contents["rows"] if row["key"] == key), None)
 
-    def excluded(self, case: Case, variant: str) -> str:
-        """Why a variant must not be run in a case: it hung there, or in two cases of the same op. "" if it may."""
+    def excluded(self, key: str, variant: str) -> str:
+        """Why a variant must not be run in the case `key`: it hung there, or in two cases of the same op. "" if it may."""
         dead = self.contents["dead"]
-        if variant in dead.get(case.key, {}):
-            return str(dead[case.key][variant])
-        elsewhere = [key for key, names in dead.items() if variant in names and key.split(":")[0] == case.key.split(":")[0]]
+        if variant in dead.get(key, {}):
+            return str(dead[key][variant])
+        elsewhere = [other for other, names in dead.items() if variant in names and other.split(":")[0] == key.split(":")[0]]
         return f"hung at {' and '.join(elsewhere)}, not tried again" if len(elsewhere) > 1 else ""
 
     def enter(self, key: str, variant: str, stage: str) -> None:

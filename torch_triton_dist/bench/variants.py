@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import math
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -27,6 +28,19 @@ NATIVE = "TORCH_SYMM_MEM_ENABLE_NATIVE_ASYNC_TP"
 
 class Unavailable(Exception):
     """The variant does not exist here: says why."""
+
+
+def symmetric_empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, group: str) -> torch.Tensor:
+    """A contiguous tensor in torch's symmetric memory that all ranks have exchanged; collective.
+
+    An allocation of its own: `symm_mem.empty` takes it from a pool, which is never given back."""
+    from torch._C._distributed_c10d import _SymmetricMemory
+    from torch.distributed import _symmetric_memory
+
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    tensor = _SymmetricMemory.empty_strided_p2p(list(shape), strides, dtype, device)
+    _symmetric_memory.rendezvous(tensor, group)
+    return tensor
 
 
 @dataclass
@@ -58,11 +72,7 @@ class Setup:
         if self.device.type != "cuda":
             raise Unavailable("torch's symmetric memory is there on GPUs only")
         if shape not in self._symmetric:
-            from torch.distributed import _symmetric_memory as symm_mem
-
-            tensor = symm_mem.empty(*shape, dtype=self.dtype, device=self.device)
-            symm_mem.rendezvous(tensor, self.group)
-            self._symmetric[shape] = tensor
+            self._symmetric[shape] = symmetric_empty(shape, self.dtype, self.device, self.group)
         return self._symmetric[shape]
 
 

@@ -82,6 +82,47 @@ def test_bad_variants_are_reported_and_left_out(tmp_path):
     assert "hangs: hung" in done.stdout and "| wrong |" in (tmp_path / "bench.md").read_text(encoding="utf-8")
 
 
+def test_whole_blocks(tmp_path):
+    done = bench("--e2e", folder=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    (row,) = json.loads((tmp_path / "bench.json").read_text(encoding="utf-8"))["rows"]
+    assert set(row["ms"]) == {"eager", "inductor", "ours"}
+    assert row["fused"] == {"eager": {}, "inductor": {}, "ours": {"all_gather_matmul": 2, "matmul_reduce_scatter": 2}}
+    assert "async TP is there on GPUs only" in row["problems"]["inductor+async_tp"]
+    assert row["vs_inductor"]["ours"] == row["ms"]["inductor"][0] / row["ms"]["ours"][0]
+
+
+def _run(ours: float, link: float) -> dict:
+    us = {"gemm": [90.0], "gemm+nccl": [150.0], "async_tp": [120.0], "ours": [ours]}
+    kinds = {"gemm": "part", "gemm+nccl": "peer", "async_tp": "peer", "ours": "ours"}
+    row = {"op": AG, "m": 64, "k": 32, "n": 16, "key": "ag:64x32x16", "note": "", "us": us, "kinds": kinds, "bytes": 50e3}
+    row |= {"errors": {"ours": [2e-3, 0.02]}, "problems": {}, "algorithm": "one"}
+    report.derive(row, link)
+    machine = {"world": 4, "device": "X", "link_gb_s": link / 1e9, "dtype": "bfloat16", "torch": "2", "triton": "3", "replays": 30}
+    return {"machine": machine | {"command": "bench --shapes gate"}, "rows": [row], "done": True}
+
+
+def test_medians_of_three_runs(tmp_path):
+    files = [tmp_path / f"{ours}.json" for ours in (100, 160, 120)]
+    for file in files:
+        file.write_text(json.dumps(_run(float(file.stem), 1e9)), encoding="utf-8")
+    done = bench("--merge", *map(str, files), folder=tmp_path / "merged")
+    assert done.returncode == 0, done.stderr
+    (row,) = json.loads((tmp_path / "merged" / "bench.json").read_text(encoding="utf-8"))["rows"]
+    assert (row["us"]["ours"], row["vs_best"], row["vs_unfused"], row["runs"]) == ([120.0], 1.0, 1.25, 3)
+    assert "medians of 3 runs" in done.stdout and "for M = 64" in done.stdout
+    files[0].write_text(json.dumps({"machine": {"world": 2, "dtype": "bfloat16"}, "rows": [], "done": True}), encoding="utf-8")
+    done = bench("--merge", *map(str, files), folder=tmp_path / "merged")
+    assert done.returncode == 2 and "differ in world" in done.stderr
+
+
+def test_plot(tmp_path):
+    pytest.importorskip("matplotlib")
+    report.plot(_run(100.0, 1e9), tmp_path / "bench.svg")
+    text = (tmp_path / "bench.svg").read_text(encoding="utf-8")
+    assert text.startswith("<?xml") and "AG+GEMM 64x32x16" in text
+
+
 @pytest.mark.parametrize("shape", ["xx:1x2x3", "ag:1x2", "ag:0x2x3", "ag:3x2x2", "ag:axbxc"])
 def test_shapes_that_make_no_sense(shape, tmp_path):
     done = bench(f"--shape={shape}", folder=tmp_path)

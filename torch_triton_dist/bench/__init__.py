@@ -4,6 +4,7 @@
 
 starts the ranks with torchrun (or is one of them, when torchrun started it), shows progress, prints a table and writes it as markdown, JSON
 and CSV, and with `--plot bench.svg` as a picture. A variant that fails, hangs or is wrong is left out and named with its reason.
+`--merge a/bench.json b/bench.json c/bench.json` writes the medians of several runs.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE.py",
         help="run this first on each rank, to add columns; see bench/variants.py",
     )
+    add("--merge", nargs="+", default=[], metavar="bench.json", help="run nothing: medians of these runs, as one report")
     add("--verbose", action="store_true", help="tracebacks of variants that fail")
     add("--state", help=argparse.SUPPRESS)  # from the command to the ranks: the folder of their state
 
@@ -124,6 +126,18 @@ def launch(options: argparse.Namespace) -> int:
     return status
 
 
+def merge(options: argparse.Namespace) -> int:
+    """Write the report of several runs. Returns the exit status."""
+    from . import report
+
+    try:
+        report.write(report.merge([json.loads(Path(name).read_text(encoding="utf-8")) for name in options.merge]), options)
+    except (OSError, ValueError, KeyError) as error:
+        print(f"bench: cannot merge: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
 def main(options: argparse.Namespace, words: list[str]) -> int:
     """Entry point of `python -m torch_triton_dist bench`, and of each rank; words: the arguments of the command. Returns the status."""
     import torch.distributed as dist
@@ -132,6 +146,8 @@ def main(options: argparse.Namespace, words: list[str]) -> int:
         options = argparse.Namespace(**json.loads(Path(options.state, "options.json").read_text(encoding="utf-8")))
     else:
         options.command_line = " ".join(["python -m torch_triton_dist bench", *words])
+    if options.merge:
+        return merge(options)
     problem = resolve(options)
     if problem:
         print(f"bench: {problem}", file=sys.stderr)

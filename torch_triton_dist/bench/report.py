@@ -42,7 +42,7 @@ def heading(machine: dict[str, Any]) -> str:
     link = f", link {machine['link_gb_s']:.0f} GB/s" if machine["link_gb_s"] else ""
     return (
         f"{machine['world']} x {machine['device']}{link}, {machine['dtype']}, torch {machine['torch']}, triton {machine['triton']}; "
-        f"medians of {machine['replays']} replays, slowest rank"
+        f"medians of {machine['replays']} replays, slowest rank" + (f"; {machine['note']}" if "note" in machine else "")
     )
 
 
@@ -129,6 +129,49 @@ def summary(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def gate(rows: list[dict[str, Any]]) -> str:
+    """For `--shapes gate`: the rows M of each op at which ours was at least as fast as gemm+nccl at every depth that was measured."""
+    lines = []
+    for op, label in LABELS.items():
+        worst: dict[int, float] = {}
+        for row in rows:
+            if row["op"] == op and row.get("vs_unfused"):
+                worst[row["m"]] = min(worst.get(row["m"], math.inf), row["vs_unfused"])
+        good = [str(m) for m, ratio in sorted(worst.items()) if ratio >= 1]
+        lines += [f"{label}: at least as fast as gemm+nccl at every depth for M = {', '.join(good) or 'none'}"] if worst else []
+    return "\n\n".join(lines)
+
+
+def merge(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """One report of several: for each case the median over the runs of every time and of every ratio.
+
+    Raises:
+        ValueError: the runs differ in world size or dtype, or are of `--e2e`.
+    """
+    for name in ("world", "dtype"):
+        if len({run["machine"][name] for run in runs}) > 1:
+            raise ValueError(f"the runs to merge differ in {name}")
+    if any("blocks" in row for run in runs for row in run["rows"]):
+        raise ValueError("runs of --e2e cannot be merged")
+    rows = []
+    for first in runs[0]["rows"]:
+        same = [row for run in runs for row in run["rows"] if row["key"] == first["key"]]
+        row = dict(first) | {"runs": len(same)}
+        names = [name for name in first["kinds"] if all(name in one["us"] for one in same)]
+        row["us"] = {name: [statistics.median(one["us"][name][0] for one in same)] for name in names}
+        row["problems"] = {name: problem for one in same for name, problem in one["problems"].items()}
+        row["errors"] = {
+            name: [max(one["errors"][name][0] for one in same)] for name in names if all(name in one["errors"] for one in same)
+        }
+        for name in ("bound_us", "share_of_bound", "vs_best", "vs_unfused", "struct_loss", "comm_loss"):
+            values = [one[name] for one in same if one.get(name) is not None]
+            row[name] = statistics.median(values) if values else None
+        rows.append(row)
+    links = ", ".join(f"{run['machine']['link_gb_s']:.0f}" for run in runs)
+    machine = dict(runs[0]["machine"]) | {"note": f"medians of {len(runs)} runs; links {links} GB/s"}
+    return {"machine": machine, "rows": rows, "done": all(run["done"] for run in runs)}
+
+
 def left_out(rows: list[dict[str, Any]]) -> str:
     """What was left out, and why; the same reason of one variant once."""
     reasons: dict[tuple[str, str, str], list[str]] = {}
@@ -155,7 +198,8 @@ def markdown(contents: dict[str, Any]) -> str:
 
         parts.append(blocks.table(rows))
     else:
-        parts += [LEGEND, table(rows), summary(rows)]
+        parts += [LEGEND, table(rows), summary(rows).replace("\n", "\n\n")]
+        parts += [gate(rows)] if "--shapes gate" in machine["command"] or "--shapes=gate" in machine["command"] else []
         missing = left_out(rows)
         parts += [f"Left out:\n\n{missing}"] if missing else []
     if not contents["done"]:

@@ -30,12 +30,14 @@ class State:
         return next((row for row in self.contents["rows"] if row["key"] == key), None)
 
     def excluded(self, key: str, variant: str) -> str:
-        """Why a variant must not be run in the case `key`: it hung there, or in two cases of the same op. "" if it may."""
+        """Why a variant must not be run in the case `key`: it hung there, or in two cases of the same op (`struct`: in any case).
+        "" if it may."""
         dead = self.contents["dead"]
         if variant in dead.get(key, {}):
             return str(dead[key][variant])
-        elsewhere = [other for other, names in dead.items() if variant in names and other.split(":")[0] == key.split(":")[0]]
-        return f"hung at {' and '.join(elsewhere)}, not tried again" if len(elsewhere) > 1 else ""
+        op = "" if variant == "struct" else key.split(":")[0]
+        elsewhere = [other for other, names in dead.items() if variant in names and other.startswith(op)]
+        return f"hung at {' and '.join(elsewhere)}, not tried again" if len(elsewhere) > (variant != "struct") else ""
 
     def enter(self, key: str, variant: str, stage: str) -> None:
         """What goes on now, for the one who finds the ranks dead."""

@@ -1,8 +1,9 @@
 """Whether fusing pays: a table of measured sizes.
 
-The entries come from `benchmarks/cost_table.py`; docs/measurements.md has the figures. The answer may depend only on what all ranks see
-alike: world size, global rows, and of the two local sizes the one that cannot be sharded unevenly (columns before a reduction, depth
-after a gather). Otherwise the ranks of a group could decide differently and wait for each other for ever.
+docs/measurements.md has the figures behind the entries; `python -m torch_triton_dist bench --shapes gate` measures the same sizes. The
+answer may depend only on what all ranks see alike: world size, global rows, and of the two local sizes the one that cannot be sharded
+unevenly (columns before a reduction, depth after a gather). Otherwise the ranks of a group could decide differently and wait for each
+other for ever.
 """
 
 from __future__ import annotations

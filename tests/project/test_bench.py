@@ -82,6 +82,16 @@ def test_bad_variants_are_reported_and_left_out(tmp_path):
     assert "hangs: hung" in done.stdout and "| wrong |" in (tmp_path / "bench.md").read_text(encoding="utf-8")
 
 
+def test_a_wrong_op_of_ours_is_an_error(tmp_path):
+    text = 'from torch_triton_dist.bench import variants\nvariants.OURS[variants.AR]["ours"] = variants.gemm\n'
+    (tmp_path / "wrong.py").write_text(text, encoding="utf-8")
+    done = bench("--shape=ar:8x32x64", "--no-struct", f"--plugin={tmp_path}/wrong.py", folder=tmp_path)
+    assert done.returncode == 1
+    assert "ours is not right:\n  ar:8x32x64: wrong: relative error" in done.stderr
+    (row,) = rows(tmp_path).values()
+    assert set(row["us"]) == {"gemm", "nccl", "gemm+nccl"} and row["best_peer"] == "gemm+nccl"
+
+
 def test_whole_blocks(tmp_path):
     done = bench("--e2e", folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]

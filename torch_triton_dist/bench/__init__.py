@@ -122,8 +122,12 @@ def launch(options: argparse.Namespace) -> int:
             if buried is None:
                 break
             print(f"hung or died: {buried}. Starting the ranks again without it.", file=sys.stderr, flush=True)
-        report.write(State.load(Path(folder)).contents, options)
-    return status
+        contents = State.load(Path(folder)).contents
+        report.write(contents, options)
+        broken = report.broken(contents["rows"])
+        if broken:
+            print("bench: ours is not right:\n  " + "\n  ".join(broken), file=sys.stderr)
+    return status or int(bool(broken))
 
 
 def merge(options: argparse.Namespace) -> int:

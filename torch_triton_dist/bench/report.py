@@ -98,7 +98,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         if not chosen:
             continue
         names = columns(chosen)
-        head = ["M", "K", "N", *names, "bound", "ours / bound", "vs best", "vs gemm+nccl", "struct", "comm", "error", "algorithm"]
+        head = ["M", "K", "N", *names, "bound", "share", "vs best", "vs gemm+nccl", "struct", "comm", "error", "of nccl", "algorithm"]
         head += ["layer"] if any(row["note"] for row in chosen) else []
         lines = [f"### {label}", "", "| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
         for row in chosen:
@@ -110,7 +110,8 @@ def table(rows: list[dict[str, Any]]) -> str:
             cells += [_cell(row.get("bound_us"), ".1f"), _cell(row.get("share_of_bound"), ".0%")]
             cells += [_cell(row.get("vs_best"), ".2f"), _cell(row.get("vs_unfused"), ".2f")]
             cells += [_cell(row.get("struct_loss"), "+.0%"), _cell(row.get("comm_loss"), "+.0%")]
-            cells += [_cell(row["errors"].get(OURS, [None])[0], ".1e"), row.get("algorithm", "")]
+            cells += [_cell(row["errors"].get(name, [None])[0], ".1e") for name in (OURS, UNFUSED)]
+            cells.append(row.get("algorithm", ""))
             cells += [row["note"]] if "layer" in head else []
             lines.append("| " + " | ".join(cells) + " |")
         parts.append("\n".join(lines))
@@ -182,11 +183,18 @@ def left_out(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def broken(rows: list[dict[str, Any]]) -> list[str]:
+    """The cases in which ours failed, hung or was wrong."""
+    bad = ("failed", "hung", "wrong")
+    return [f"{row['key']}: {row['problems'][OURS]}" for row in rows if row["problems"].get(OURS, "").startswith(bad)]
+
+
 LEGEND = """\
 Microseconds a call. M: rows of the whole activation; K, N: of one rank. `gemm`, `nccl`: the two halves alone; `gemm+nccl`: one after the
-other. bound: the larger of `gemm` and the bytes over the measured link. vs: time of the peer over ours, above 1 ours is faster; the best
-peer of a row is the fastest whose results are right. struct: time that our kernel takes in a group of one rank, over `gemm`; comm: what
-it takes longer in the whole group than alone. error: relative error of ours against fp32, inputs changed after the capture."""
+other. bound: the larger of `gemm` and the bytes over the measured link; share: bound over ours. vs: time of the peer over ours, above 1
+ours is faster; the best peer of a row is the fastest whose results are right. struct: what our kernel takes longer than `gemm` in a group
+of one rank; comm: what it takes longer in the whole group than alone. error: relative error of ours (and of `gemm+nccl`) against fp32,
+on inputs that have changed since the capture."""
 
 
 def markdown(contents: dict[str, Any]) -> str:
@@ -237,7 +245,7 @@ def plot(contents: dict[str, Any], path: Path) -> None:
     labels = [f"{LABELS[row['op']]} {row['m']}x{row['k']}x{row['n']}" for row in rows]
     base = [row["us"][UNFUSED][0] for row in rows]
     speeds = [b / row["us"][OURS][0] if OURS in row["us"] else 0 for b, row in zip(base, rows, strict=True)]
-    axes.barh(labels, speeds, label=OURS, height=0.6)
+    axes.barh(labels, speeds, label=OURS, height=0.6, color="0.8")
     for name in columns(rows):
         if all(row["kinds"].get(name, "peer") == "peer" for row in rows) and name != UNFUSED:
             points = [(b / row["us"][name][0], label) for b, row, label in zip(base, rows, labels, strict=True) if name in row["us"]]

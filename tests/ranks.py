@@ -4,7 +4,8 @@
     values = ranks2.run(fn, arg)              # fixture `ranks2`: the same processes for the whole session
 
 `fn` is a function at the top of a module. It finds the process group initialised, one thread, and its device in `rank_device()`.
-When a rank fails, `RankError` shows the traceback of every rank that did. No process outlives the test run, whatever ends it.
+When a rank fails, `RankError` shows the traceback of every rank that did, and the stacks of one that did not answer in time.
+No process outlives the test run, whatever ends it.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ import ctypes
 import faulthandler
 import multiprocessing
 import os
+import pathlib
 import signal
-import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -61,7 +63,7 @@ def run_ranks(
 ) -> list[Any]:
     """Runs fn(rank, world, *args) in `world` fresh processes and returns their values, by rank.
 
-    timeout: seconds for all of it; then the ranks print their stacks and are killed.
+    timeout: seconds for all of it; then the ranks are killed, and the error shows their stacks.
     backend: of the process group; gloo on cpu and nccl on cuda unless given.
     env: variables that are set before the interpreter of a rank starts.
     expect_exit: ranks that are to end without returning; their value is `Exited(code)`, and it is an error if they return.
@@ -81,6 +83,7 @@ class RankPool:
         self.backend = backend or {"cpu": "gloo", "cuda": "nccl"}[device]
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
+        self._stacks: list[str] = []  # by rank: the file that a signal makes it write its stacks to
 
     def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 60, expect_exit: tuple[int, ...] = ()) -> list[Any]:
         """Runs fn(rank, world, *args) on every rank; see `run_ranks`.
@@ -116,7 +119,10 @@ class RankPool:
         with _environment(self.env):
             for rank in range(self.world):
                 here, there = context.Pipe()
-                arguments = (rank, self.world, self.backend, self.device, self._store.port, there)
+                handle, stacks = tempfile.mkstemp(prefix=f"rank{rank}-stacks-")
+                os.close(handle)
+                self._stacks.append(stacks)
+                arguments = (rank, self.world, self.backend, self.device, self._store.port, there, stacks)
                 process = context.Process(target=_serve, args=arguments, name=f"rank {rank}", daemon=True)
                 process.start()
                 there.close()
@@ -131,10 +137,12 @@ class RankPool:
             ready = wait(list(pending.values()), timeout=max(0.0, end - time.monotonic()))
             if not ready:
                 for rank in pending:
-                    errors[rank] = "no answer in time; its stack is in the captured stderr"
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(self._processes[rank].pid, signal.SIGUSR1)
                 time.sleep(0.5)
+                for rank in pending:
+                    stacks = pathlib.Path(self._stacks[rank]).read_text() or "(none: the rank was still starting)"
+                    errors[rank] = f"no answer in time; its stacks:\n{stacks}"
                 return values, errors
             for rank in [rank for rank, pipe in pending.items() if pipe in ready]:
                 try:
@@ -163,7 +171,9 @@ class RankPool:
         for process in self._processes:
             process.kill()
             process.join(10)
-        self._processes, self._pipes = [], []
+        for stacks in self._stacks:
+            pathlib.Path(stacks).unlink(missing_ok=True)
+        self._processes, self._pipes, self._stacks = [], [], []
 
     def __enter__(self) -> RankPool:
         return self
@@ -186,11 +196,12 @@ def _environment(variables: dict[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _serve(rank: int, world: int, backend: str, device: str, port: int, pipe: Connection) -> None:
+def _serve(rank: int, world: int, backend: str, device: str, port: int, pipe: Connection, stacks: str) -> None:
     """A rank process: initialises the group, then runs what comes through the pipe until it closes."""
     global _device
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    faulthandler.register(signal.SIGUSR1, file=sys.__stderr__)
+    stacks_file = open(stacks, "w")  # noqa: SIM115  (open for as long as the process lives)
+    faulthandler.register(signal.SIGUSR1, file=stacks_file)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)

@@ -126,17 +126,17 @@ def inputs(rows: int, columns: int) -> list[torch.Tensor]:
 
 
 def check() -> None:
-    # The sums of dw and db run over the rows: in half precision, allow for the rounding of some hundred terms.
-    tolerance = {"rtol": 1e-2, "atol": 3e-2} if ON_GPU else {"rtol": 1e-4, "atol": 1e-4}
+    # The reference is torch in float64, so the tolerance is for our rounding alone.
+    tolerance = {"rtol": 5e-3, "atol": 5e-3} if ON_GPU else {"rtol": 1e-5, "atol": 1e-4}
     for shape in ((1, 1), (37, 200), (300, 512)):
         leaves = inputs(*shape)
         dy = torch.randn(shape, device=DEVICE, dtype=DTYPE)
-        results = []
-        for function in (layer_norm, lambda x, w, b: torch.nn.functional.layer_norm(x, x.shape[-1:], w, b)):
-            y = function(*leaves)
-            results.append((y, *torch.autograd.grad(y, leaves, dy)))
-        for got, expected in zip(*results, strict=True):
-            torch.testing.assert_close(got, expected, **tolerance)
+        y = layer_norm(*leaves)
+        exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+        exact_y = torch.nn.functional.layer_norm(exact[0], shape[1:], *exact[1:])
+        got, expected = (y, *torch.autograd.grad(y, leaves, dy)), (exact_y, *torch.autograd.grad(exact_y, exact, dy.double()))
+        for ours, theirs in zip(got, expected, strict=True):
+            torch.testing.assert_close(ours.double(), theirs, **tolerance)
 
 
 def bench(sizes: Sequence[int] = (512, 1024, 2048, 4096, 8192), rows: int = 4096) -> list[list[float]]:

@@ -188,16 +188,18 @@ def inputs(length: int, heads: int = 4, d: int = 64) -> list[torch.Tensor]:
 
 
 def check() -> None:
-    tolerance = {"rtol": 2e-2, "atol": 2e-2} if ON_GPU else {"rtol": 1e-4, "atol": 1e-5}
+    # The reference is torch in float64. In half precision the probabilities are rounded before the second product.
+    tolerance = {"rtol": 1e-2, "atol": 1e-2} if ON_GPU else {"rtol": 1e-5, "atol": 1e-5}
     for length, causal in ((64, False), (150, True)):
         leaves = inputs(length, heads=2)
         dout = torch.randn_like(leaves[0])
-        results = []
-        for function in (attention, lambda q, k, v, c: torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=c)):
-            out = function(*leaves, causal)
-            results.append((out, *torch.autograd.grad(out, leaves, dout)))
-        for got, expected in zip(*results, strict=True):
-            torch.testing.assert_close(got, expected, **tolerance)
+        out = attention(*leaves, causal)
+        exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+        exact_out = torch.nn.functional.scaled_dot_product_attention(*exact, is_causal=causal)
+        got = out, *torch.autograd.grad(out, leaves, dout)
+        expected = exact_out, *torch.autograd.grad(exact_out, exact, dout.double())
+        for ours, theirs in zip(got, expected, strict=True):
+            torch.testing.assert_close(ours.double(), theirs, **tolerance)
 
 
 def bench(sizes: Sequence[int] = (256, 512, 1024, 2048)) -> list[list[float]]:

@@ -427,7 +427,7 @@ def _indirect(x_ptr, index_ptr, mask_ptr, read_ptr, written_ptr, sums_ptr, large
 
 @pytest.mark.parametrize("dtype", [np.int32, np.int64, np.float32], ids=lambda dtype: dtype.__name__)
 def test_indirect_access(dtype):
-    """Reads and writes through indices that repeat, under any mask; addresses that are masked out are far outside."""
+    """Reads and writes through indices that repeat, under any mask; those that are masked out lead behind the data."""
 
     @fixed
     @given(st.data(), st.integers(1, 3 * BLOCK - 1))
@@ -436,13 +436,13 @@ def test_indirect_access(dtype):
         index = data.draw(hnp.arrays(np.int32, n, elements=st.integers(0, n - 1)))
         mask = data.draw(hnp.arrays(np.bool_, n))
         read = np.where(mask, x[index], -1).astype(dtype)
-        written, sums, largest = np.full(n, SENTINEL, np.int32), np.zeros(n, dtype), np.zeros(n, dtype)
+        written, sums, largest = np.full(2 * n, SENTINEL, np.int32), np.zeros(2 * n, dtype), np.zeros(2 * n, dtype)
         written[index[mask]] = 2 * index[mask]
         np.add.at(sums, index[mask], x[mask])
         np.maximum.at(largest, index[mask], x[mask])
-        far = np.where(mask, index, 2**30).astype(np.int32)
-        got = np.zeros(n, dtype), np.full(n, SENTINEL, np.int32), np.zeros(n, dtype), np.zeros(n, dtype)
-        _indirect[grid(n)](*map(torch.from_numpy, (x, far, mask, *got)), n, BLOCK=BLOCK)
+        source, behind = np.concatenate([x, np.full(n, 2000, dtype)]), np.where(mask, index, index + n).astype(np.int32)
+        got = np.zeros(n, dtype), np.full(2 * n, SENTINEL, np.int32), np.zeros(2 * n, dtype), np.zeros(2 * n, dtype)
+        _indirect[grid(n)](*map(torch.from_numpy, (source, behind, mask, *got)), n, BLOCK=BLOCK)
         names, expected = ("load", "store", "atomic_add", "atomic_max"), (read, written, sums, largest)
         for name, ours, want in zip(names, got, expected, strict=True):
             np.testing.assert_array_equal(ours, want, err_msg=name)

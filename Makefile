@@ -9,7 +9,11 @@ TRITON ?= triton==3.7.1
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 HAS_GPU := $(shell if nvidia-smi -L 2>/dev/null | grep -q GPU || [ -e /dev/kfd ]; then echo 1; fi)
 
-.PHONY: help install demo test lint test-gpu clean
+# Versions of Triton that the CPU backend is tested with, each in an environment of its own.
+TRITONS ?= 3.6.0 3.7.1 3.9.0
+MATRIX  := .venv-triton
+
+.PHONY: help install demo test lint test-gpu test-triton-matrix clean
 .DELETE_ON_ERROR:
 
 help:
@@ -18,6 +22,7 @@ help:
 	@echo "make test       lint, then all tests (those that need a GPU only where there is one)"
 	@echo "make lint       ruff and mypy"
 	@echo "make test-gpu   only the tests that need a GPU"
+	@echo "make test-triton-matrix   tests of the CPU backend with Triton $(TRITONS)"
 	@echo "make clean      remove $(VENV) and caches"
 
 install: $(STAMP)
@@ -65,6 +70,24 @@ lint: $(STAMP)
 test-gpu: $(STAMP)
 	@$(BIN)/python -m pytest -m gpu $(ARGS)
 
+# Every version is tested, also after one that fails; GPUs are hidden. pip may warn that torch asks for another Triton: as intended.
+test-triton-matrix: $(TRITONS:%=$(MATRIX)/%/.installed)
+	@failed=""; \
+	for version in $(TRITONS); do \
+	    echo "Triton $$version"; \
+	    CUDA_VISIBLE_DEVICES= HIP_VISIBLE_DEVICES= $(MATRIX)/$$version/bin/python -m pytest tests/cpu_backend $(ARGS) || failed="$$failed $$version"; \
+	done; \
+	if [ -n "$$failed" ]; then echo "failed with Triton$$failed" >&2; exit 1; fi
+
+$(MATRIX)/%/.installed: pyproject.toml Makefile
+	@echo "$(MATRIX)/$* with $(TORCH), triton==$*"
+	@$(PYTHON) -m venv $(MATRIX)/$*
+	@$(MATRIX)/$*/bin/python -m pip --disable-pip-version-check install --quiet "$(TORCH)"
+	@$(MATRIX)/$*/bin/python -m pip --disable-pip-version-check install --quiet "triton==$*"
+	@$(MATRIX)/$*/bin/python -m pip --disable-pip-version-check install --quiet -e ".[test]"
+	@test "$$($(MATRIX)/$*/bin/python -c 'import triton; print(triton.__version__)')" = "$*"
+	@touch $@
+
 clean:
-	@rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	@rm -rf $(VENV) $(MATRIX) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -21,7 +21,7 @@ def test_prints_a_table_with_machine_and_versions():
     done = _run("--threads", "1", "launch")
     assert done.returncode == 0, done.stderr[-2000:]
     machine, _, header, rule, row = done.stdout.splitlines()
-    assert re.search(r"\d+ cores, 1 threads used, load average .*; Python 3\.\d+\.\d+, torch 2\.\d+.*, Triton 3\.\d+\.\d+", machine)
+    assert re.search(r"\d+ cores, 1 threads used, load average .*; Python 3\.[\d.]+, torch 2\..*, Triton 3\.[\d.]+", machine)
     assert header.count("|") == rule.count("|") == row.count("|") == 7
     assert re.fullmatch(r"\| launch .* \| [\d.]+ µs \| [\d.]+ µs \| [\d.]+ \| ≤ 5 µs more \| -?[\d.]+ µs more \|", row)
 

@@ -16,6 +16,10 @@ every rank and every group.
 | `stamp`, `wait_stamp` | value of the flags of this launch, which names what runs; spin until a peer has raised one |
 | `first_claim`, `claim`, `leave`, `alive` | next tile to work on; end of a program; whether the group is sound |
 | `fence_async` | between a wait and TMA loads of what peers have stored |
+
+Without a context: `simt_exec_region`, `extract`, `insert` (code of single threads beside tiles), `vector`, `make_vector`, `zeros_vector`
+(scalars that a thread moves together), `extern_call` (functions of device libraries). `extra.language_extra` holds the instructions of a
+thread, `extra.libshmem_device` the SHMEM calls. docs/language.md says what runs where.
 """
 
 from .core import (
@@ -40,6 +44,8 @@ from .core import (
     wait_peers,
     wait_stamp,
 )
+from .simt import extern_call, extract, insert, simt_exec_region
+from .vectors import make_vector, vector, zeros_vector
 
 __all__ = [
     "SEND",
@@ -47,19 +53,26 @@ __all__ = [
     "claim",
     "clock_ns",
     "consume_token",
+    "extern_call",
+    "extract",
     "fence_async",
     "first_claim",
     "flags",
     "heap",
+    "insert",
     "launch_number",
     "leave",
+    "make_vector",
     "notify",
     "notify_peers",
     "num_ranks",
     "rank",
+    "simt_exec_region",
     "stamp",
     "symm_at",
+    "vector",
     "wait",
     "wait_peers",
     "wait_stamp",
+    "zeros_vector",
 ]

@@ -407,6 +407,8 @@ class SymmetricHeap:
             # No peer enters a launch before the exchange below, which all ranks reach with these words cleared.
             entered = [layout.entered(self.world, peer) for peer in range(self.world)]
             counters = [layout.CLAIM, layout.SEND, layout.TICKET, layout.ABORT, layout.RECORDED, *entered]
+            barriers = layout.sync_offset(self.world) // layout.WORD
+            counters += range(barriers, barriers + layout.SYNC_WORDS * layout.SYNC_TEAMS)
             self.transport.write(dict.fromkeys(counters, 0) | {layout.LAUNCH: 1, layout.GENERATION: self.generation})
         self.needs, self._growths, self._poison, self._abort_from, self._reported = {}, 0, None, None, False
         board.exchange("reset done", True, timeout_s)

@@ -55,6 +55,12 @@ REASON_MISMATCH = 3  # a peer runs another kernel in this launch
 # A flag of launch n holds n and what runs: its *stamp* is n << SIGNATURE_BITS | signature.
 SIGNATURE_BITS = 16
 
+# Behind the error record: the counters of the device language's barriers, SYNC_WORDS words for each of SYNC_TEAMS teams.
+SYNC_TEAMS = 3
+SYNC_WORDS = 2
+SYNC_ARRIVED = 0  # arrivals of all ranks at barriers of the team, written by all
+SYNC_ENTERED = 1  # barriers of the team that this rank has entered
+
 KERNELS = {1: "all_gather_matmul", 2: "matmul_reduce_scatter", 3: "matmul_all_reduce"}
 
 
@@ -83,9 +89,14 @@ def record_offset(world: int) -> int:
     return align(WORD * context_words(world))
 
 
+def sync_offset(world: int) -> int:
+    """Byte offset, in the control block, of the counters of barriers."""
+    return record_offset(world) + align(WORD * RECORD_WORDS)
+
+
 def control_bytes(world: int) -> int:
-    """Size of the control block of a group of `world` ranks: table and error record."""
-    return max(CONTROL_BYTES, record_offset(world) + align(WORD * RECORD_WORDS))
+    """Size of the control block of a group of `world` ranks: table, error record, counters of barriers."""
+    return max(CONTROL_BYTES, sync_offset(world) + align(WORD * SYNC_WORDS * SYNC_TEAMS))
 
 
 def heap_layout(nbytes: int, nflags: int) -> tuple[int, int, int, int]:

@@ -14,6 +14,7 @@ from typing import Any
 from triton.language import core
 
 unwrap = core._unwrap_if_constexpr
+_NOT_A_VECTOR = "vector: the other operand is a vector too; write v * v.splat(x) for a number or a scalar tensor x"
 
 
 class vector_type(core.base_type):
@@ -30,6 +31,11 @@ class vector_type(core.base_type):
 
     def __str__(self) -> str:
         return f"vector<{self.size}x{self.dtype}>"
+
+    @property
+    def scalar(self) -> core.dtype:
+        # Triton asks for it when a tensor stands beside a vector: it then calls the tensor's operator, which knows no vectors.
+        raise ValueError(_NOT_A_VECTOR)
 
     def mangle(self) -> str:
         return f"vec{self.size}x{self.dtype.mangle()}"
@@ -49,7 +55,7 @@ def _integer(bits: int) -> core.dtype:
 class vector(core.base_value):
     """Scalars `args` (a tuple or list, all of one dtype; numbers take the dtype of the first tensor) as a vector.
 
-    `+`, `-` and `*` work element by element with a vector of the same size or with a scalar tensor. Indices are constants.
+    `+`, `-` and `*` work element by element on vectors of the same size (`v * v.splat(x)` for a scalar x). Indices are constants.
     Raises at compile time: ValueError for no elements, for tiles and for mixed dtypes, IndexError for an index out of range.
     """
 
@@ -114,23 +120,28 @@ class vector(core.base_value):
     def __setitem__(self, idx: Any, value: Any) -> None:
         raise NotImplementedError("vector: stock Triton has no assignment to a subscript; write v = v.set(i, x)")
 
-    def _each(self, other: Any, operation: Callable[[Any, Any], core.tensor], name: str, semantic: Any) -> vector:
-        if isinstance(other, vector):
-            if len(other) != len(self):
-                raise ValueError(f"vector {name}: {self.type} and {other.type} differ in size")
-            others: list[Any] = list(other.values)
-        else:
-            others = [_scalar(other, name, semantic)] * len(self)
-        return vector._of([operation(a, b) for a, b in zip(self.values, others, strict=True)])
+    def splat(self, value: Any, _semantic: Any = None) -> vector:
+        """A vector like this one, all of whose elements are `value`, a number or a scalar tensor."""
+        tensor = _semantic.to_tensor(value)
+        if tensor.type.is_block():
+            raise ValueError("vector.splat: value is a scalar, not a tile")
+        return vector._of([_semantic.cast(tensor, self.dtype)] * len(self))
+
+    def _each(self, other: Any, operation: Callable[..., core.tensor], semantic: Any) -> vector:
+        if not isinstance(other, vector):
+            raise ValueError(_NOT_A_VECTOR)
+        if len(other) != len(self):
+            raise ValueError(f"vector: {self.type} and {other.type} differ in size")
+        return vector._of([operation(a, b, _semantic=semantic) for a, b in zip(self.values, other.values, strict=True)])
 
     def __add__(self, other: Any, _semantic: Any = None) -> vector:
-        return self._each(other, lambda a, b: core.add(a, b, _semantic=_semantic), "+", _semantic)
+        return self._each(other, core.add, _semantic)
 
     def __sub__(self, other: Any, _semantic: Any = None) -> vector:
-        return self._each(other, lambda a, b: core.sub(a, b, _semantic=_semantic), "-", _semantic)
+        return self._each(other, core.sub, _semantic)
 
     def __mul__(self, other: Any, _semantic: Any = None) -> vector:
-        return self._each(other, lambda a, b: core.mul(a, b, _semantic=_semantic), "*", _semantic)
+        return self._each(other, core.mul, _semantic)
 
     def recast(self, new_elem_dtype: Any, _semantic: Any = None) -> vector:
         """The same bits as a vector of another dtype; element 0 holds the lowest bits. The number of elements follows."""
@@ -150,15 +161,6 @@ class vector(core.base_value):
         """Element by element, as `tl.tensor.to`."""
         rounding, bits = unwrap(fp_downcast_rounding), unwrap(bitcast)
         return vector._of([core.cast(value, unwrap(dtype), rounding, bits, _semantic=_semantic) for value in self.values])
-
-
-def _scalar(value: Any, name: str, semantic: Any) -> core.tensor:
-    if semantic is None:  # Triton evaluates an operation with a number as if the vector were a constant
-        raise ValueError(f"vector {name} number: use a scalar tensor, for example tl.full((), 2.0, tl.float32)")
-    tensor = semantic.to_tensor(value)
-    if tensor.type.is_block():
-        raise ValueError(f"vector {name}: the other operand is a vector or a scalar, not a tile")
-    return tensor
 
 
 def join(words: Sequence[core.tensor], bits: int, semantic: Any) -> core.tensor:

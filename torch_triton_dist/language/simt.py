@@ -36,14 +36,16 @@ class simt_exec_region:
 
         if getattr(self._semantic, _INSIDE, False):
             raise ValueError("simt_exec_region: inside another one")
-        self._semantic.debug_barrier()
+        language_extra.__syncthreads(_semantic=self._semantic)
         setattr(self._semantic, _INSIDE, True)
         thread = language_extra.tid(0, _semantic=self._semantic)
         return core.tuple([thread, language_extra.ntid(0, _semantic=self._semantic)])
 
     def __exit__(self, *exception: object) -> None:
+        from .extra import language_extra
+
         setattr(self._semantic, _INSIDE, False)
-        self._semantic.debug_barrier()
+        language_extra.__syncthreads(_semantic=self._semantic)
 
 
 def _refuse_inside(name: str, semantic: Any) -> None:

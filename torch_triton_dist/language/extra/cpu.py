@@ -64,6 +64,10 @@ def fence(order: str, scope: str, semantic: Any) -> Any:
     return semantic.debug_barrier()
 
 
+def syncthreads(semantic: Any) -> Any:
+    return semantic.debug_barrier()
+
+
 def syncwarp(semantic: Any) -> Any:
     return semantic.debug_barrier()
 

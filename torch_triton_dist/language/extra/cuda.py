@@ -71,6 +71,10 @@ def fence(order: str, scope: str, semantic: Any) -> core.tensor:
     return emit(f"fence.{order}.{scope}; mov.u32 $0, 0;", "=r,~{memory}", [], core.int32, semantic)
 
 
+def syncthreads(semantic: Any) -> Any:
+    return semantic.debug_barrier()
+
+
 def syncwarp(semantic: Any) -> core.tensor:
     return emit("bar.warp.sync 0xffffffff; mov.u32 $0, 0;", "=r,~{memory}", [], core.int32, semantic)
 

@@ -136,6 +136,13 @@ def fence(order: str, scope: str, semantic: Any) -> core.tensor:
     return emit(f"{_before(scope, order)}v_mov_b32 $0, 0{_after(scope, order)}", "=v,~{memory}", [], core.int32, semantic)
 
 
+def syncthreads(semantic: Any) -> core.tensor:
+    # The compiler's barrier lets global stores of a wavefront still be under way. A release by one wavefront waits for its own only, so
+    # each has to be done before the barrier if such a release behind it is to cover the stores of all.
+    syncwarp(semantic)
+    return semantic.debug_barrier()
+
+
 def syncwarp(semantic: Any) -> core.tensor:
     # The lanes of a wavefront run together; only what each has under way has to be done.
     return emit(f"{_WAIT}v_mov_b32 $0, 0", "=v,~{memory}", [], core.int32, semantic)

@@ -246,8 +246,9 @@ def unpack(src: Any, dst_type: Any, _semantic: Any = None) -> vector:
 
 @core.extern
 def __syncthreads(_semantic: Any = None) -> core.tensor:
-    """Barrier of all threads of the program, as `tl.debug_barrier`: what they wrote before it, all see behind it."""
-    return _semantic.debug_barrier()
+    """Barrier of all threads of the program: what they wrote before it, all see behind it, and a release of one of them covers it.
+    (`tl.debug_barrier` does not promise the latter on AMD.)"""
+    return _machine(_semantic).syncthreads(_semantic)
 
 
 @core.extern

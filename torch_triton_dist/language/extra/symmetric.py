@@ -90,8 +90,9 @@ def _word(sig_addr):
 def _copy_tiles(dest, source, count, KIND: tl.constexpr, EACH: tl.constexpr, BLOCK: tl.constexpr):
     """`count` groups of EACH elements of KIND, by all threads. Addresses are int64, multiples of the size of a group."""
     unit: tl.constexpr = EACH * KIND.primitive_bitwidth // 8
-    to = (dest // unit * unit).to(tl.pointer_type(KIND))  # says the alignment in a way that the compiler does not lose
-    origin = (source // unit * unit).to(tl.pointer_type(KIND))
+    to, origin = dest.to(tl.pointer_type(KIND)), source.to(tl.pointer_type(KIND))
+    if unit > 1:  # without it the compiler would move one element at a time
+        to, origin = tl.multiple_of(to, unit), tl.multiple_of(origin, unit)
     index = tl.arange(0, BLOCK)
     number = count * EACH
     for start in range(0, number, BLOCK):
@@ -141,7 +142,7 @@ def meet(SCOPE: tl.constexpr):
     """Barrier of the threads of SCOPE."""
     tl.static_assert((SCOPE == "thread") | (SCOPE == "warp") | (SCOPE == "block"), "the scope is thread, warp or block")
     if SCOPE == "block":
-        tl.debug_barrier()
+        extra.__syncthreads()
     elif SCOPE == "warp":
         extra.__syncwarp()
 

@@ -127,11 +127,11 @@ def extern_call(
     if any(tensor.type.is_block() for tensor in tensors):
         raise ValueError("extern_call: arguments are scalars, not tiles")
     table = unwrap(arg_type_symbol_dict)
-    for types, (symbol, result) in table.items():
-        if len(types) == len(tensors) and all(_matches(t.dtype, unwrap(k)) for t, k in zip(tensors, types, strict=True)):
-            break
-    else:
-        raise ValueError(f"extern_call: no entry for arguments {[str(tensor.dtype) for tensor in tensors]} in {list(table)}")
+    dtypes = [tensor.dtype for tensor in tensors]
+    found = [entry for types, entry in table.items() if len(types) == len(dtypes) and all(map(_matches, dtypes, types))]
+    if not found:
+        raise ValueError(f"extern_call: no entry for arguments {[str(dtype) for dtype in dtypes]} in {list(table)}")
+    symbol, result = found[0]
     handles = [(_semantic.cast(t, core.int64) if t.dtype.is_ptr() else t).handle for t in tensors]
     kind = core.int32 if result is None or result == () else unwrap(result)
     returned = core.int64 if kind.is_ptr() else kind
@@ -143,5 +143,6 @@ def extern_call(
     return _semantic.cast(value, kind) if kind.is_ptr() else value
 
 
-def _matches(dtype: core.dtype, key: core.dtype) -> bool:
+def _matches(dtype: core.dtype, key: Any) -> bool:
+    key = unwrap(key)
     return dtype == key or (dtype.is_ptr() and key.is_ptr())

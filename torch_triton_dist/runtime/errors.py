@@ -59,10 +59,12 @@ def waited(record: Sequence[int] | None) -> str:
     if not record or record[layout.RECORD_EXPECTED] == 0:
         return ""
     bits = layout.SIGNATURE_BITS if record[layout.RECORD_KERNEL] in layout.KERNELS else 0
-    return (
-        f" It waited for flag {record[layout.RECORD_FLAG]} from rank {record[layout.RECORD_PEER]}: "
-        f"launch {record[layout.RECORD_EXPECTED] >> bits} expected, {record[layout.RECORD_SEEN] >> bits} seen."
-    )
+    expected, seen = record[layout.RECORD_EXPECTED] >> bits, record[layout.RECORD_SEEN] >> bits
+    if record[layout.RECORD_PEER] < 0:  # a signal of the device language, which anyone may raise, and to any value
+        where, what = f"word {record[layout.RECORD_FLAG]} of its heap", f"{expected} expected"
+    else:
+        where, what = f"flag {record[layout.RECORD_FLAG]} from rank {record[layout.RECORD_PEER]}", f"launch {expected} expected"
+    return f" It waited for {where}: {what}, {seen} seen."
 
 
 def different_kernels(what: str, kernels: Mapping[int, str]) -> str:

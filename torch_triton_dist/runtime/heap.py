@@ -277,12 +277,13 @@ class SymmetricHeap:
         if record is not None and record[layout.RECORD_REASON] == layout.REASON_DEADLINE:
             peer = record[layout.RECORD_PEER]
             why = self.board.gone.get(peer)
-            text = f"{kernel} gave up: rank {peer} did not come within the deadline of {self._timeout_s:g} s.{waited(record)} "
+            who = f"rank {peer}" if peer >= 0 else "what it waited for"  # a signal may come from anyone
+            text = f"{kernel} gave up: {who} did not come within the deadline of {self._timeout_s:g} s.{waited(record)} "
             if why:
                 text += f"Rank {peer} {why}. {RESTART}."
             else:
                 text += f"If the ranks are only slow, raise torch_triton_dist.config.timeout_s. {RESET}."
-            return self._error(text, kernel, peer, "deadline")
+            return self._error(text, kernel, peer if peer >= 0 else None, "deadline")
         if self.board.gone:
             peer, why = next(iter(self.board.gone.items()))
             return self._error(f"{kernel} gave up: rank {peer} {why}.{waited(record)} {RESTART}.", kernel, peer, "peer exited")

@@ -225,7 +225,7 @@ def getmem_warp(dest, source, bytes, pe, ctx=None):
 
 @triton.jit
 def getmem_block(dest, source, bytes, pe, ctx=None):
-    """Copies `bytes` bytes from `source` in the memory of `pe` to `dest` here, by all threads of the program together."""
+    """Copies `bytes` bytes from `source` in the memory of `pe` to `dest` here, by all threads of the program."""
     if ctx is None:
         device_library.call("getmem_block", dest, source, bytes, pe)
     else:
@@ -234,7 +234,8 @@ def getmem_block(dest, source, bytes, pe, ctx=None):
 
 @triton.jit
 def getmem_nbi(dest, source, bytes, pe, ctx=None):
-    """Copies `bytes` bytes from `source` in the memory of `pe` to `dest` here, by each thread that comes by. Complete after `quiet`."""
+    """Copies `bytes` bytes from `source` in the memory of `pe` to `dest` here, by each thread that comes by.
+    Complete after `quiet`."""
     if ctx is None:
         device_library.call("getmem_nbi", dest, source, bytes, pe)
     else:
@@ -243,7 +244,8 @@ def getmem_nbi(dest, source, bytes, pe, ctx=None):
 
 @triton.jit
 def getmem_nbi_warp(dest, source, bytes, pe, ctx=None):
-    """Copies `bytes` bytes from `source` in the memory of `pe` to `dest` here, by the threads of a warp together. Complete after `quiet`."""
+    """Copies `bytes` bytes from `source` in the memory of `pe` to `dest` here, by the threads of a warp together.
+    Complete after `quiet`."""
     if ctx is None:
         device_library.call("getmem_nbi_warp", dest, source, bytes, pe)
     else:
@@ -252,7 +254,8 @@ def getmem_nbi_warp(dest, source, bytes, pe, ctx=None):
 
 @triton.jit
 def getmem_nbi_block(dest, source, bytes, pe, ctx=None):
-    """Copies `bytes` bytes from `source` in the memory of `pe` to `dest` here, by all threads of the program together. Complete after `quiet`."""
+    """Copies `bytes` bytes from `source` in the memory of `pe` to `dest` here, by all threads of the program.
+    Complete after `quiet`."""
     if ctx is None:
         device_library.call("getmem_nbi_block", dest, source, bytes, pe)
     else:
@@ -279,7 +282,7 @@ def putmem_warp(dest, source, bytes, pe, ctx=None):
 
 @triton.jit
 def putmem_block(dest, source, bytes, pe, ctx=None):
-    """Copies `bytes` bytes from `source` here to `dest` in the memory of `pe`, by all threads of the program together."""
+    """Copies `bytes` bytes from `source` here to `dest` in the memory of `pe`, by all threads of the program."""
     if ctx is None:
         device_library.call("putmem_block", dest, source, bytes, pe)
     else:
@@ -288,7 +291,8 @@ def putmem_block(dest, source, bytes, pe, ctx=None):
 
 @triton.jit
 def putmem_nbi(dest, source, bytes, pe, ctx=None):
-    """Copies `bytes` bytes from `source` here to `dest` in the memory of `pe`, by each thread that comes by. Complete after `quiet`."""
+    """Copies `bytes` bytes from `source` here to `dest` in the memory of `pe`, by each thread that comes by.
+    Complete after `quiet`."""
     if ctx is None:
         device_library.call("putmem_nbi", dest, source, bytes, pe)
     else:
@@ -297,7 +301,8 @@ def putmem_nbi(dest, source, bytes, pe, ctx=None):
 
 @triton.jit
 def putmem_nbi_warp(dest, source, bytes, pe, ctx=None):
-    """Copies `bytes` bytes from `source` here to `dest` in the memory of `pe`, by the threads of a warp together. Complete after `quiet`."""
+    """Copies `bytes` bytes from `source` here to `dest` in the memory of `pe`, by the threads of a warp together.
+    Complete after `quiet`."""
     if ctx is None:
         device_library.call("putmem_nbi_warp", dest, source, bytes, pe)
     else:
@@ -306,7 +311,8 @@ def putmem_nbi_warp(dest, source, bytes, pe, ctx=None):
 
 @triton.jit
 def putmem_nbi_block(dest, source, bytes, pe, ctx=None):
-    """Copies `bytes` bytes from `source` here to `dest` in the memory of `pe`, by all threads of the program together. Complete after `quiet`."""
+    """Copies `bytes` bytes from `source` here to `dest` in the memory of `pe`, by all threads of the program.
+    Complete after `quiet`."""
     if ctx is None:
         device_library.call("putmem_nbi_block", dest, source, bytes, pe)
     else:

@@ -36,16 +36,20 @@ class simt_exec_region:
 
         if getattr(self._semantic, _INSIDE, False):
             raise ValueError("simt_exec_region: inside another one")
-        language_extra.__syncthreads(_semantic=self._semantic)
+        _meet(self._semantic)
         setattr(self._semantic, _INSIDE, True)
         thread = language_extra.tid(0, _semantic=self._semantic)
         return core.tuple([thread, language_extra.ntid(0, _semantic=self._semantic)])
 
     def __exit__(self, *exception: object) -> None:
-        from .extra import language_extra
-
         setattr(self._semantic, _INSIDE, False)
-        language_extra.__syncthreads(_semantic=self._semantic)
+        _meet(self._semantic)
+
+
+def _meet(semantic: Any) -> None:  # not in the class: Python would change the name
+    from .extra import language_extra
+
+    language_extra.__syncthreads(_semantic=semantic)
 
 
 def _refuse_inside(name: str, semantic: Any) -> None:

@@ -11,14 +11,31 @@ from .ttir import Function, Op, Region, Type, walk
 SHAPE_OPS = frozenset(["tt.splat", "tt.expand_dims", "tt.broadcast", "tt.trans", "tt.reshape", "tt.make_range", "tt.unsplat"])
 _HEAVY = frozenset(
     [
-        "arith.divsi", "arith.divui", "arith.remsi", "arith.remui", "arith.ceildivsi", "arith.floordivsi",
-        "tt.extern_elementwise", "arith.divf", "arith.remf", "tt.precise_divf", "tt.precise_sqrt",
+        "arith.divsi",
+        "arith.divui",
+        "arith.remsi",
+        "arith.remui",
+        "arith.ceildivsi",
+        "arith.floordivsi",
+        "tt.extern_elementwise",
+        "arith.divf",
+        "arith.remf",
+        "tt.precise_divf",
+        "tt.precise_sqrt",
     ]
 )
 _ADDRESS_OPS = SHAPE_OPS | frozenset(
     [
-        "arith.addi", "arith.subi", "arith.muli", "arith.extsi", "arith.trunci", "arith.index_cast", "tt.addptr", "arith.minsi",
-        "arith.maxsi", "arith.select",
+        "arith.addi",
+        "arith.subi",
+        "arith.muli",
+        "arith.extsi",
+        "arith.trunci",
+        "arith.index_cast",
+        "tt.addptr",
+        "arith.minsi",
+        "arith.maxsi",
+        "arith.select",
     ]
 )
 
@@ -31,8 +48,16 @@ def is_lazy(op: Op) -> bool:
 
 _LAZY_TT = frozenset(
     [
-        "tt.addptr", "tt.bitcast", "tt.int_to_ptr", "tt.ptr_to_int", "tt.fp_to_fp", "tt.clampf", "tt.mulhiui",
-        "tt.extern_elementwise", "tt.precise_divf", "tt.precise_sqrt",
+        "tt.addptr",
+        "tt.bitcast",
+        "tt.int_to_ptr",
+        "tt.ptr_to_int",
+        "tt.fp_to_fp",
+        "tt.clampf",
+        "tt.mulhiui",
+        "tt.extern_elementwise",
+        "tt.precise_divf",
+        "tt.precise_sqrt",
     ]
 )
 

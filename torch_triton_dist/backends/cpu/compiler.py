@@ -1,4 +1,4 @@
-"""Compiler half of the Triton backend ``cpu``: Triton IR -> C++ -> shared object.
+"""Compiler half of the Triton backend ``cpu``: Triton IR -> LLVM IR -> assembly and shared object.
 
 Triton imports this module while ``import triton`` runs, so it imports neither torch nor ``triton.language`` at module level.
 """
@@ -16,9 +16,22 @@ from triton.backends.compiler import BaseBackend
 # autotuning configuration serves all devices, and ignored.
 _FOREIGN_OPTIONS = frozenset(
     [
-        "fpsan_homomorphic_casts", "waves_per_eu", "matrix_instr_nonkdim", "kpack", "num_buffers_warp_spec",
-        "num_consumer_groups", "reg_dec_producer", "reg_inc_consumer", "schedule_hint", "allow_flush_denorm",
-        "max_num_imprecise_acc_default", "minRegAutoWS", "maxRegAutoWS", "pingpongAutoWS", "ptx_version", "ptx_options",
+        "fpsan_homomorphic_casts",
+        "waves_per_eu",
+        "matrix_instr_nonkdim",
+        "kpack",
+        "num_buffers_warp_spec",
+        "num_consumer_groups",
+        "reg_dec_producer",
+        "reg_inc_consumer",
+        "schedule_hint",
+        "allow_flush_denorm",
+        "max_num_imprecise_acc_default",
+        "minRegAutoWS",
+        "maxRegAutoWS",
+        "pingpongAutoWS",
+        "ptx_version",
+        "ptx_options",
     ]
 )
 
@@ -56,7 +69,7 @@ class CPUOptions:
 
 
 class CPUBackend(BaseBackend):
-    """Lowers Triton IR to C++ and compiles it with the host's C++ compiler."""
+    """Lowers Triton IR to LLVM IR and compiles it with the LLVM in Triton's wheel."""
 
     supports_native_tensor_specialization = False
     binary_ext = "so"
@@ -66,7 +79,7 @@ class CPUBackend(BaseBackend):
         return target.backend == "cpu"
 
     def hash(self) -> str:
-        """Covers the emitter's sources, the C++ compiler and the CPU's features: a cached kernel is never stale."""
+        """Covers the emitter's sources and the CPU's features: a cached kernel is never stale."""
         from .toolchain import backend_key
 
         return backend_key()
@@ -85,7 +98,7 @@ class CPUBackend(BaseBackend):
         return {"min_dot_size": lambda lhs, rhs: (1, 1, 1)}
 
     def get_module_map(self) -> dict[str, Any]:
-        # libdevice's ``__nv_*`` symbols are mapped to libm by the emitter.
+        # The emitter knows what libdevice's ``__nv_*`` symbols mean.
         from triton.language.extra.cuda import libdevice
 
         return {"triton.language.extra.libdevice": libdevice}
@@ -96,9 +109,11 @@ class CPUBackend(BaseBackend):
     def add_stages(self, stages: dict[str, Any], options: CPUOptions, language: Any = None) -> None:
         if getattr(language, "name", "TRITON") != "TRITON":
             raise RuntimeError("Triton backend cpu: Gluon kernels are tied to GPU layouts and cannot be compiled for a CPU")
+        optimised: list[str] = []  # what the last two stages both start from
         stages["ttir"] = lambda mod, metadata: self.make_ttir(mod, metadata)
-        stages["cpp"] = lambda mod, metadata: self.make_cpp(mod, metadata)
-        stages["so"] = lambda source, metadata: self.make_so(source, metadata, options)
+        stages["llir"] = lambda mod, metadata: self.make_llir(mod, metadata)
+        stages["asm"] = lambda source, metadata: self.make_asm(source, options, optimised)
+        stages["so"] = lambda source, metadata: self.make_so(options, optimised)
 
     def make_ttir(self, mod: Any, metadata: dict[str, Any]) -> Any:
         """Inline calls, rewrite block pointers and tensor descriptors to plain pointers, clean up."""
@@ -116,21 +131,35 @@ class CPUBackend(BaseBackend):
         metadata["shared"] = 0
         return mod
 
-    def make_cpp(self, mod: Any, metadata: dict[str, Any]) -> str:
-        """C++ source of the kernel; notes its name and its parameter types in ``metadata``."""
+    def make_llir(self, mod: Any, metadata: dict[str, Any]) -> str:
+        """Optimised LLVM IR of the kernel; notes what the launcher needs to know in ``metadata``."""
         from .emit import emit_module
+        from .target import host
+        from .toolchain import optimise
         from .ttir import UnsupportedOp, locate
 
+        target = host()
         try:
-            kernel = emit_module(mod.str_nodebug())
+            kernel = emit_module(mod.str_nodebug(), target)
         except UnsupportedOp as error:
             raise error.at(locate(str(mod), error.line)) from None
         metadata["name"] = kernel.name
         metadata["params"] = kernel.param_types
-        return kernel.source
+        metadata["arena"] = kernel.arena
+        metadata["libraries"] = kernel.libraries
+        return optimise(kernel.source, {"ttd_programs": "ptr ptr i64 i64 ptr"}, target)
 
-    def make_so(self, source: str, metadata: dict[str, Any], options: CPUOptions) -> bytes:
-        from .toolchain import compile_kernel
+    def make_asm(self, source: str, options: CPUOptions, optimised: list[str]) -> str:
+        from .target import host
+        from .toolchain import assemble
 
-        flags = () if options.enable_fp_fusion else ("-ffp-contract=off",)
-        return compile_kernel(source, metadata["name"], flags)
+        optimised[:] = [source]
+        return assemble(source, host(), options.enable_fp_fusion)
+
+    def make_so(self, options: CPUOptions, optimised: list[str]) -> bytes:
+        from .target import host
+        from .toolchain import build, seal
+
+        if not optimised:
+            raise RuntimeError("Triton backend cpu: assembly cannot be compiled; start from ttir or llir")
+        return seal(build(optimised[0], host(), options.enable_fp_fusion))

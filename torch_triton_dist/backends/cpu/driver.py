@@ -5,46 +5,13 @@ Triton imports this module while ``import triton`` runs, so it imports torch onl
 
 from __future__ import annotations
 
-import ctypes
 import os
-import struct
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
-
-_CTYPES: dict[str, Any] = {
-    "i1": ctypes.c_bool,
-    "i8": ctypes.c_int8,
-    "i16": ctypes.c_int16,
-    "i32": ctypes.c_int32,
-    "i64": ctypes.c_int64,
-    "f16": ctypes.c_uint16,
-    "bf16": ctypes.c_uint16,
-    "f32": ctypes.c_float,
-    "f64": ctypes.c_double,
-}
-
-
-def _pointer(value: Any) -> int:
-    """Address of a tensor, of an object with ``data_ptr()``, an int, or None (null)."""
-    if hasattr(value, "data_ptr"):
-        return value.data_ptr()
-    return value or 0
-
-
-def _half_bits(value: float) -> int:
-    return struct.unpack("H", struct.pack("e", value))[0]
-
-
-def _bfloat16_bits(value: float) -> int:
-    bits = struct.unpack("I", struct.pack("f", value))[0]
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) & 0xFFFF
-
-
-_CONVERT: dict[str, Callable[[Any], Any]] = {"ptr": _pointer, "f16": _half_bits, "bf16": _bfloat16_bits}
 
 
 def _flatten(value: Any) -> list[Any]:
@@ -54,58 +21,32 @@ def _flatten(value: Any) -> list[Any]:
 class CPULauncher:
     """Calls one compiled kernel. Triton builds one launcher a kernel and calls it with the grid, hooks and arguments.
 
-    The call goes through ctypes, which releases the GIL, and returns when all programs have finished.
+    After the first launch the work is done by a function in machine code (``runtime.ll``), which releases the GIL and returns when
+    all programs have finished.
     """
 
     def __init__(self, src: Any, metadata: Any) -> None:
-        self.name = metadata.name
-        self.params = list(metadata.params)
-        types: list[Any] = [ctypes.c_void_p if kind == "ptr" else _CTYPES[kind] for kind in self.params]
-        self._prototype = ctypes.CFUNCTYPE(ctypes.c_char_p, *[ctypes.c_int32] * 4, *types)
         signature = src.signature.values()
-        self._nested = any(isinstance(kind, (tuple, list)) for kind in signature)
         kinds = _flatten(tuple(signature))
+        self._nested = any(isinstance(kind, (tuple, list)) for kind in signature)
         self._keep = [position for position, kind in enumerate(kinds) if kind != "constexpr"]
-        self._nargs = len(kinds)
-        self._convert = [(position, _CONVERT[kind]) for position, kind in enumerate(self.params) if kind in _CONVERT]
-        self._function: Callable[..., bytes | None] | None = None
-        if len(self._keep) != len(self.params):
+        self._count, self._metadata = len(kinds), metadata
+        self._launch: Any = None
+        if len(self._keep) != len(metadata.params):
             raise RuntimeError(
-                f"Triton backend cpu: kernel {self.name} takes {len(self.params)} arguments, its signature has {len(self._keep)}"
+                f"Triton backend cpu: kernel {metadata.name} takes {len(metadata.params)} arguments, its signature has {len(self._keep)}"
             )
 
-    def __call__(
-        self,
-        grid_x: int,
-        grid_y: int,
-        grid_z: int,
-        stream: int,
-        function: int,
-        kernel_metadata: Any,
-        launch_metadata: Any,
-        enter_hook: Callable[[Any], None] | None,
-        exit_hook: Callable[[Any], None] | None,
-        *args: Any,
-    ) -> None:
-        if self._function is None:
-            import torch
+    def __call__(self, grid_x: int, grid_y: int, grid_z: int, stream: int, function: int, *args: Any) -> None:
+        """``args``: kernel and launch metadata, the hooks before and after, then the kernel's arguments."""
+        if self._launch is None:
+            from .runtime import launcher
 
-            self._function = self._prototype(function)
-            self._get_num_threads = torch.get_num_threads
-        values = _flatten(args) if self._nested else args
-        if len(values) == self._nargs:
-            values = [values[position] for position in self._keep]
-        else:  # Inductor leaves the constexpr arguments out
-            values = list(values)
-        for position, convert in self._convert:
-            values[position] = convert(values[position])
-        if enter_hook is not None:
-            enter_hook(launch_metadata)
-        message = self._function(grid_x, grid_y, grid_z, self._get_num_threads(), *values)
-        if exit_hook is not None:
-            exit_hook(launch_metadata)
-        if message is not None:
-            raise RuntimeError(f"kernel {self.name} on cpu: {message.decode(errors='replace')}")
+            meta = self._metadata
+            self._launch = launcher(meta.name, function, meta.arena, meta.params, self._keep, self._count)
+        if self._nested:
+            args = (*args[:4], *_flatten(args[4:]))
+        self._launch(grid_x, grid_y, grid_z, stream, function, *args)
 
 
 class CPUUtils:
@@ -113,10 +54,12 @@ class CPUUtils:
 
     def load_binary(self, name: str, kernel: bytes, shared: int, device: int) -> tuple[Any, int, int, int, int]:
         """Returns (library, address of the launch function, registers, spills, largest number of threads)."""
-        from .toolchain import load_kernel
+        import ctypes
+
+        from .runtime import load_kernel
 
         library = load_kernel(name, kernel)
-        address = ctypes.cast(library.ttd_launch, ctypes.c_void_p).value
+        address = ctypes.cast(library.ttd_programs, ctypes.c_void_p).value
         assert address is not None
         return library, address, 0, 0, 1 << 30
 

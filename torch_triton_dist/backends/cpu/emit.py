@@ -1,108 +1,152 @@
-"""Emitter of C++ from Triton IR: values, buffers, loops and functions. The operations are in the ``emit_*`` modules.
+"""Emitter of LLVM IR from Triton IR: values, buffers, loops and functions. The operations are in the ``emit_*`` modules.
 
-A tensor is either a *buffer* (an array in the program's arena) or *lazy*: an expression of its indices, evaluated inside the
-loop of whatever consumes it. Loads, dots, reductions and carried values are buffers; arithmetic and shape operations are lazy.
-One call of the emitted kernel function runs one program of the grid.
+A tensor is either a *buffer* (an array in the program's arena) or *lazy*: a function of its indices, evaluated inside the loop of
+whatever consumes it. Loads, dots, reductions and carried values are buffers; arithmetic and shape operations are lazy. Loops run
+over vectors of the innermost axis. One call of the emitted kernel function runs one program of the grid.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 from .analysis import Facts, analyse
+from .builder import BITS, FLOATS, Builder, Lane, constant, vector_type
+from .target import Target
 from .ttir import Block, Function, Op, Region, Type, parse
 
-Index = tuple[str, ...]
-
-CPP_TYPES = {
-    "i1": "bool",
-    "i8": "int8_t",
-    "i16": "int16_t",
-    "i32": "int32_t",
-    "i64": "int64_t",
-    "index": "int64_t",
-    "f16": "_Float16",
-    "bf16": "bf16",
-    "f32": "float",
-    "f64": "double",
-    "f8E4M3FN": "f8e4m3",
-    "f8E5M2": "f8e5m2",
-}
-_SIZES = {"i1": 1, "i8": 1, "i16": 2, "i32": 4, "f16": 2, "bf16": 2, "f32": 4, "f8E4M3FN": 1, "f8E5M2": 1}
+# TTIR element type -> LLVM type. Types without arithmetic of their own are kept as their bits.
+LLVM_TYPES = {
+    "i1": "i1", "i8": "i8", "i16": "i16", "i32": "i32", "i64": "i64", "index": "i64", "f16": "half", "bf16": "i16", "f32": "float",
+    "f64": "double", "f8E4M3FN": "i8", "f8E5M2": "i8",
+}  # fmt: skip
 _ALIGN = 64
+_SMALL = 256  # bytes up to which a buffer lives on the stack, where LLVM may turn it into registers
 
 
 def is_float(elem: str) -> bool:
     return elem == "bf16" or elem[0] == "f"
 
 
-def cpp_type(elem: str) -> str:
-    """C++ type of a TTIR element type. Raises KeyError for a type the CPU backend does not know."""
+def llvm_type(elem: str) -> str:
+    """LLVM type of a TTIR element type. Raises KeyError for a type the CPU backend does not know."""
     if elem.startswith("!tt.ptr<"):
-        return cpp_type(Type(elem).pointee) + "*"
-    return CPP_TYPES[elem]
+        return "ptr"
+    return LLVM_TYPES[elem]
 
 
-def unsigned(elem: str) -> str:
-    return "bool" if elem == "i1" else "u" + CPP_TYPES[elem]
+def size_of(elem: str) -> int:
+    """Bytes of an element in memory."""
+    return max(BITS[llvm_type(elem)] // 8, 1)
+
+
+def row_major(dims: tuple[int, ...]) -> list[int]:
+    return [math.prod(dims[axis + 1 :]) for axis in range(len(dims))]
+
+
+class Index:
+    """Where in a tensor of shape ``dims`` a loop stands: a position along each axis, or one position in row-major order; each is
+    computed from the other when it is asked for. Positions are i64 lanes."""
+
+    def __init__(self, builder: Builder, dims: tuple[int, ...], items: tuple[Lane, ...] | None = None, lin: Lane | None = None):
+        self.builder, self.dims, self._items, self._lin = builder, dims, items, lin
+        lanes = items if items is not None else (lin,)
+        self.key = (dims if items is None else None, tuple(lane.key for lane in lanes if lane is not None))
+        self.depth = max((lane.depth for lane in lanes if lane is not None), default=0)
+        self.n = max((lane.n for lane in lanes if lane is not None), default=0)
+
+    @property
+    def items(self) -> tuple[Lane, ...]:
+        if self._items is None:
+            assert self._lin is not None
+            self._items = tuple(
+                self._item(self._lin, stride, extent) for stride, extent in zip(row_major(self.dims), self.dims, strict=True)
+            )
+        return self._items
+
+    def _item(self, lin: Lane, stride: int, extent: int) -> Lane:
+        b = self.builder
+        if extent == 1:
+            return constant("i64", 0)
+        shift, mask = stride.bit_length() - 1, extent - 1
+        if lin.contiguous != 1 or lin.base is None:
+            return b.shift_mask(lin, shift, mask)
+        if stride >= lin.n:  # the vectors are aligned: all lanes are on the same position
+            return b.shift_mask(lin.base, shift, mask)
+        if stride == 1 and extent >= lin.n:
+            return b.affine(b.shift_mask(lin.base, 0, mask), constant("i64", 1), lin.n)
+        steps = "<" + ", ".join(f"i64 {(lane >> shift) & mask}" for lane in range(lin.n)) + ">"
+        within = Lane("i64", steps, lin.n)
+        if stride * extent <= lin.n:
+            return within
+        return b.binary("add", b.shift_mask(lin.base, shift, mask), within)
+
+    @property
+    def linear(self) -> Lane:
+        if self._lin is None:
+            b, total = self.builder, constant("i64", 0)
+            for stride, extent, item in zip(row_major(self.dims), self.dims, self.items, strict=True):
+                if extent != 1:
+                    total = b.add(total, b.mul(item, constant("i64", stride)))
+            self._lin = total
+        return self._lin
+
+    def of(self, dims: tuple[int, ...], items: Iterable[Lane]) -> Index:
+        return Index(self.builder, dims, tuple(items))
+
+    def reshaped(self, dims: tuple[int, ...]) -> Index:
+        return Index(self.builder, dims, lin=self.linear)
 
 
 class Value:
-    """A scalar (``expr``) or a tensor (``at`` maps indices to an expression; ``buf`` names its buffer if it has one).
+    """A scalar, or a tensor whose elements are all equal (``scalar``), or a tensor (``at`` maps an index to its elements; ``buf`` is
+    the address of its buffer if it has one).
 
-    ``uniform`` is the scalar expression of a tensor whose elements are all equal. ``deps`` are the mutable variables (carried
-    scalars, buffers) the value reads when evaluated, each with whether element i reads only element i of it. ``owner`` is the
-    scope that may overwrite ``buf`` because nothing else refers to it. ``wide`` marks index arithmetic, whose expression is of
-    type int64_t whatever the element type: GCC only recognises contiguous masked accesses when nothing may overflow.
+    ``deps`` are the buffers that the value reads when it is evaluated, each with whether element i reads only element i of it.
+    ``owner`` is the scope that may overwrite ``buf`` because nothing else refers to it.
     """
 
-    __slots__ = ("at", "buf", "cheap", "deps", "expr", "owner", "type", "uniform", "wide")
+    __slots__ = ("at", "buf", "cheap", "deps", "owner", "scalar", "type")
 
     def __init__(
         self,
         type: Type,
-        expr: str | None = None,
-        at: Callable[[Index], str] | None = None,
+        scalar: Lane | None = None,
+        at: Callable[[Index], Lane] | None = None,
         *,
         buf: str | None = None,
-        uniform: str | None = None,
         deps: Iterable[tuple[str, bool]] = (),
         owner: int = -1,
         cheap: bool = False,
-        wide: bool = False,
     ) -> None:
-        self.type, self.buf, self.owner, self.cheap, self.wide = type, buf, owner, cheap, wide
-        self.expr = expr
-        self.uniform = uniform
+        self.type, self.scalar, self.buf, self.owner, self.cheap = type, scalar, buf, owner, cheap
         self.deps = frozenset(deps)
-        self.at = at if at is not None else (lambda index: uniform or expr or "")
+        self.at = at if at is not None else self._no_elements
+
+    def _no_elements(self, index: Index) -> Lane:
+        raise AssertionError("value without elements")
+
+    @property
+    def lane(self) -> Lane:
+        """The scalar itself."""
+        assert self.scalar is not None
+        return self.scalar
 
 
 @dataclass
 class Kernel:
-    """An emitted module: ``param_types`` are the kernel's parameters, ``ptr`` or a scalar element type each."""
+    """An emitted module: ``param_types`` are the kernel's parameters, ``ptr`` or a scalar element type each; ``arena``: bytes of
+    scratch memory that a program needs; ``libraries``: shared libraries that it calls."""
 
     name: str
     param_types: list[str]
     source: str
-
-
-@dataclass
-class Level:
-    """An open C++ loop: its index variable, its lines so far and the elements computed at its beginning.
-
-    Lines of an inner loop are appended to those of the outer one when it closes, so an element that does not depend on the inner
-    index can still be computed in front of it. (GCC could not move it there itself: the buffers might overlap for all it knows.)
-    """
-
-    variable: str
-    lines: list[str]
-    indent: int
-    memo: dict[tuple[int, Index], tuple[str, Value]]
+    arena: int
+    libraries: list[str]
 
 
 Handler = Callable[["FunctionEmitter", Op], None]
@@ -120,7 +164,7 @@ def handles(*names: str) -> Callable[[Handler], Handler]:
     return register
 
 
-TERMINATORS = frozenset(["scf.yield", "scf.condition", "tt.reduce.return", "tt.scan.return"])
+TERMINATORS = frozenset(["scf.yield", "scf.condition", "tt.reduce.return", "tt.scan.return", "tt.map_elementwise.return"])
 
 
 class FunctionEmitter:
@@ -128,159 +172,119 @@ class FunctionEmitter:
 
     def __init__(self, function: Function, facts: Facts, module: ModuleEmitter) -> None:
         self.function, self.facts, self.module = function, facts, module
+        self.b = Builder()
+        self.b.declares = module.declares
         self.env: dict[str, Value] = {}
-        self.decls: list[str] = []  # at the top of the function
-        self.lines: list[str] = []
-        self.indent = 1
-        self.counter = 0
         self.arena_top = self.arena_size = 0
         self.scope = 0  # identity of the innermost region, see Value.owner
         self.scopes = 0
-        self.levels: list[Level] = []  # open loops over elements, outermost first
         self.callee_arena = 0  # bytes that called functions need behind our own
-        self.contiguous: dict[str, str] = {}  # index buffers -> flag: element i is element 0 plus i
+        self.contiguous: dict[str, tuple[Lane, Lane]] = {}  # index buffers -> (flag: element i is element 0 plus i; element 0)
         self.assumed: frozenset[str] = frozenset()  # those for which the flag holds where we are
-        self.hoist = False  # scalars are declared at the top: several basic blocks share them
+        self.probed: set[str] | None = None
+        self.hoist = len(function.body.blocks) > 1
+        self.lanes = module.target.lanes
 
-    # ---- names, lines, scalars
+    # ---- types and scalars
 
-    def fresh(self, prefix: str = "v") -> str:
-        self.counter += 1
-        return f"{prefix}{self.counter}"
-
-    def emit(self, line: str) -> None:
-        self.lines.append("  " * self.indent + line)
-
-    @contextmanager
-    def braces(self, head: str):
-        self.emit(f"{head} {{".strip())
-        self.indent += 1
-        yield
-        self.indent -= 1
-        self.emit("}")
-
-    def ctype(self, op: Op, elem: str) -> str:
+    def type_of(self, op: Op, elem: str) -> str:
         try:
-            return cpp_type(elem)
+            return llvm_type(elem)
         except KeyError:
             raise op.unsupported(f"element type {elem}") from None
 
-    def define(self, kind: Type, expr: str) -> str:
-        """A named scalar. Returns its name."""
-        name = self.fresh()
-        if self.hoist and self.indent == 1:
-            self.decls.append(f"{cpp_type(kind.elem)} {name};")
-            self.emit(f"{name} = {expr};")
-        else:
-            self.emit(f"{cpp_type(kind.elem)} const {name} = {expr};")
-        return name
-
-    def scalar(self, kind: Type, expr: str) -> Value:
-        return Value(kind, self.define(kind, expr))
-
     def variable(self, kind: Type) -> Value:
-        """A mutable scalar, or a buffer of its own for a tensor."""
+        """A mutable scalar (its address in ``buf``), or a buffer of its own for a tensor."""
         if kind.is_tensor:
             return self.buffer(kind)
-        name = self.fresh("c")
-        if self.hoist and self.indent == 1:
-            self.decls.append(f"{cpp_type(kind.elem)} {name};")
-        else:
-            self.emit(f"{cpp_type(kind.elem)} {name};")
-        return Value(kind, name, deps=[(name, True)])
+        return Value(kind, buf=self.b.alloca(llvm_type(kind.elem)))
+
+    def current(self, variable: Value, owner: int = -1) -> Value:
+        """What a variable holds now."""
+        kind = variable.type
+        assert variable.buf is not None
+        if kind.is_tensor:
+            return self.over(kind, variable.buf, owner)
+        return Value(kind, self.b.get(variable.buf, llvm_type(kind.elem)))
 
     # ---- buffers and elements
 
     def buffer(self, kind: Type) -> Value:
         """A fresh array in the arena, free again at the end of the region."""
-        name, ctype = self.fresh("b"), cpp_type(kind.elem)
-        size = _SIZES.get(kind.elem, 8) * max(kind.numel, 1)
+        size = size_of(kind.elem) * max(kind.numel, 1)
+        if size <= _SMALL:
+            return self.over(kind, self.b.alloca("i8", size, _ALIGN), self.scope)
+        name = self.b.fresh("b")
         offset, self.arena_top = self.arena_top, (self.arena_top + size + _ALIGN - 1) // _ALIGN * _ALIGN
         self.arena_size = max(self.arena_size, self.arena_top)
-        self.decls.append(f"{ctype}* const {name} = ({ctype}*)(arena + {offset});")
+        self.b.entry.append(f"  {name} = getelementptr inbounds i8, ptr %arena, i64 {offset}")
         return self.over(kind, name, self.scope)
 
     def over(self, kind: Type, buf: str, owner: int = -1, identity: bool = True) -> Value:
         """A value that reads the array ``buf`` in row-major order."""
 
-        def at(index: Index) -> str:
-            if buf in self.assumed:
-                return f"({buf}_base + {index[0]})"
-            return f"{buf}[{linear(kind.dims, index)}]"
+        def at(index: Index) -> Lane:
+            if buf in self.contiguous:
+                if self.probed is not None and index.n and index.items[0].contiguous == 1:
+                    self.probed.add(buf)
+                if buf in self.assumed:
+                    first = self.contiguous[buf][1]
+                    return self.b.add(self.b.cast("trunc", index.items[0], first.ty), first)
+            return self.peek(kind, buf, index)
 
         return Value(kind, at=at, buf=buf, deps=[(buf, identity)], owner=owner)
 
-    def element(self, value: Value, index: Index) -> str:
-        """Expression of one element. Inside loops, elements that cost something get a name and are computed once."""
-        if value.expr is not None:
-            return value.expr
-        if value.uniform is not None:
-            return value.uniform
-        if value.cheap or not self.levels or (value.buf or "") in self.assumed:
+    def address(self, kind: Type, buf: str, index: Index) -> Lane:
+        return self.b.addptr(Lane("ptr", buf), index.linear, size_of(kind.elem))
+
+    def peek(self, kind: Type, buf: str, index: Index) -> Lane:
+        return self.b.load(llvm_type(kind.elem), self.address(kind, buf, index))
+
+    def poke(self, kind: Type, buf: str, index: Index, lane: Lane) -> None:
+        self.b.store(self.b.solid(lane, index.n), self.address(kind, buf, index))
+
+    def element(self, value: Value, index: Index) -> Lane:
+        """The elements of ``value`` at ``index``, computed once in each loop."""
+        if value.scalar is not None:
+            return value.scalar
+        if value.cheap or not self.b.levels[0].memo:
             return value.at(index)
-        key = (id(value), index)
-        for known in self.levels:
-            if key in known.memo:
-                return known.memo[key][0]
-        level = self.level_of(index)
-        expr = value.at(index)
-        name = self.fresh("e")
-        ctype = "int64_t" if value.wide else cpp_type(value.type.elem)
-        level.lines.append("  " * level.indent + f"{ctype} const {name} = {expr};")
-        level.memo[key] = name, value  # the key is an identity: keep the object
-        return name
+        key = (id(value), index.key, self.assumed)
+        return self.b.memoised(key, index.depth, lambda: value.at(index), keep=value)
 
-    def level_of(self, index: Index) -> Level:
-        """The outermost loop that determines ``index``: the innermost one if it uses anything but loop variables."""
-        used = set(re.findall(r"[A-Za-z_]\w*", " ".join(index)))
-        if used <= {level.variable for level in self.levels}:
-            return next((level for level in reversed(self.levels) if level.variable in used), self.levels[0])
-        return self.levels[-1]
+    def index(self, dims: tuple[int, ...], items: Iterable[Lane] = ()) -> Index:
+        return Index(self.b, dims, tuple(items))
 
     @contextmanager
-    def loop(self, variable: str, start: int, stop: int, step: str = "++", vectorise: bool = False):
-        """One loop over elements: ``variable`` from ``start`` while below ``stop``."""
-        outer = self.lines
-        self.indent += 1
-        level = Level(variable, [], self.indent, {})
-        self.levels.append(level)
-        self.lines = level.lines
-        yield
-        self.indent -= 1
-        self.lines = outer
-        if vectorise:
-            self.emit("#pragma GCC ivdep")
-        advance = f"++{variable}" if step == "++" else f"{variable} {step}"
-        self.emit(f"for (int64_t {variable} = {start}; {variable} < {stop}; {advance}) {{")
-        outer += level.lines
-        self.emit("}")
-        self.levels.pop()
-
-    def loops(self, shape: tuple[int, ...], body: Callable[[Index], None], vectorise: bool = True) -> None:
-        """Loop nest over ``shape``; ``vectorise`` promises that the innermost loop's iterations are independent."""
+    def loops(self, shape: tuple[int, ...], vectorise: bool = True):
+        """Loop nest over ``shape``. Yields the index; with ``vectorise`` its innermost position is a vector."""
+        b = self.b
         last = max((axis for axis, extent in enumerate(shape) if extent != 1), default=-1)
+        total = math.prod(shape)
+        wide = min(self.lanes, total) if vectorise else 1
         with ExitStack() as stack:
-            if not self.levels:
-                stack.enter_context(self.braces(""))  # scope of what is computed in front of the loops
-                stack.enter_context(self.base_level())
-            index: list[str] = []
+            stack.enter_context(b.scope())
+            if last >= 0 and shape[last] < total and (shape[last] < wide or not vectorise):
+                position = stack.enter_context(b.loop(0, total, wide))
+                lin = b.affine(position, constant("i64", 1), wide) if wide > 1 else position
+                yield Index(b, shape, lin=lin)
+                return
+            items: list[Lane] = []
             for axis, extent in enumerate(shape):
-                name = "0" if extent == 1 else self.fresh("i")
-                index.append(name)
-                if extent != 1:
-                    stack.enter_context(self.loop(name, 0, extent, vectorise=vectorise and axis == last))
-            body(tuple(index))
-
-    @contextmanager
-    def base_level(self):
-        self.levels.append(Level("", self.lines, self.indent, {}))
-        yield
-        self.levels.pop()
+                if extent == 1:
+                    items.append(constant("i64", 0))
+                elif axis == last and wide > 1:
+                    position = stack.enter_context(b.loop(0, extent, wide))
+                    items.append(b.affine(position, constant("i64", 1), wide))
+                else:
+                    items.append(stack.enter_context(b.loop(0, extent)))
+            yield Index(b, shape, tuple(items))
 
     def fill(self, target: Value, value: Value) -> None:
         """Evaluate ``value`` into the buffer of ``target``."""
-        dims = target.type.dims
-        self.loops(dims, lambda index: self.emit(f"{target.buf}[{linear(dims, index)}] = {self.element(value, index)};"))
+        assert target.buf is not None
+        with self.loops(target.type.dims) as index:
+            self.poke(target.type, target.buf, index, self.element(value, index))
 
     def materialise(self, value: Value) -> Value:
         """The value as a buffer (itself if it is one)."""
@@ -290,44 +294,28 @@ class FunctionEmitter:
         self.fill(target, value)
         return target
 
-    def compute(
-        self, kind: Type, function: Callable[[Index], str], vectorise: bool = True, pointer: Value | None = None
-    ) -> Value:
-        """A buffer whose elements come from ``function`` (which reads through ``pointer``), or a named scalar."""
+    def compute(self, kind: Type, function: Callable[[Index], Lane], vectorise: bool = True, pointer: Value | None = None) -> Value:
+        """A buffer whose elements come from ``function`` (which reads through ``pointer``), or a scalar."""
         if not kind.is_tensor:
-            return self.scalar(kind, function(()))
+            return Value(kind, function(self.index(())))
         target = self.buffer(kind)
-        body = lambda index: self.emit(f"{target.buf}[{linear(kind.dims, index)}] = {function(index)};")  # noqa: E731
-        self.access_loops(kind, pointer or target, body, vectorise)
+        assert target.buf is not None
+        buf = target.buf
+        body = lambda index: self.poke(kind, buf, index, function(index))  # noqa: E731
+        self.access_loops(kind, pointer, body, vectorise)
         return target
 
-    def narrow(self, value: Value, index: Index) -> str:
-        """An element in its own type."""
-        expr = self.element(value, index)
-        return f"{cpp_type(value.type.elem)}({expr})" if value.wide else expr
-
-    def elementwise(
-        self, op: Op, kind: Type, args: list[Value], function: Callable[[list[str]], str], *, indexing: bool = False
-    ) -> None:
-        """Bind the result of ``op``: ``function`` maps the expressions of one element's operands to its expression.
-
-        ``indexing`` operations take and return wide expressions (see Value).
-        """
-        if not kind.is_tensor:
-            self.bind(op, self.scalar(kind, function([arg.expr or "" for arg in args])))
-            return
-        if all(arg.uniform is not None for arg in args) and not self.levels:
-            scalar = self.define(Type(kind.elem), function([arg.uniform or "" for arg in args]))
-            self.bind(op, Value(kind, uniform=scalar))
+    def elementwise(self, op: Op, kind: Type, args: list[Value], function: Callable[..., Lane]) -> None:
+        """Bind the result of ``op``: ``function`` maps lanes of the operands to lanes of the result."""
+        if all(arg.scalar is not None for arg in args):
+            self.bind(op, Value(kind, function(*(arg.lane for arg in args))))
             return
         deps = frozenset().union(*(arg.deps for arg in args))
-        read = self.element if indexing else self.narrow
-        wide = indexing and kind.elem in ("i16", "i32", "i64")
-        self.bind(op, Value(kind, at=lambda index: function([read(arg, index) for arg in args]), deps=deps, wide=wide))
+        self.bind(op, Value(kind, at=lambda index: function(*(self.element(arg, index) for arg in args)), deps=deps))
 
     def bind(self, op: Op, *values: Value) -> None:
         for name, value in zip(op.results, values, strict=True):
-            if name in self.facts.shared and value.uniform is None:
+            if name in self.facts.shared and value.scalar is None:
                 value = self.materialise(value)
                 if name in self.facts.address and len(value.type.dims) == 1 and not self.hoist:
                     self.watch_contiguity(value)
@@ -335,30 +323,51 @@ class FunctionEmitter:
 
     def watch_contiguity(self, value: Value) -> None:
         """Note at run time whether an index vector counts up by one (``(base + arange) % n`` mostly does)."""
-        flag, item = self.fresh("contiguous"), self.fresh("i")
-        self.emit(f"bool {flag} = true;")
-        self.emit(f"for (int {item} = 1; {item} < {value.type.numel}; ++{item})")
-        self.emit(f"  {flag} &= {value.buf}[{item}] == {value.buf}[0] + {item};")
-        self.emit(f"int64_t const {value.buf}_base = {value.buf}[0];")
-        assert value.buf is not None
-        self.contiguous[value.buf] = flag
-
-    def access_loops(self, kind: Type, pointer: Value, body: Callable[[Index], None], vectorise: bool = True) -> None:
-        """Loops of a memory access: twice if that lets the compiler see contiguous addresses."""
-        candidates = sorted(name for name, _ in pointer.deps if name in self.contiguous)
-        watched: list[str] = []
-        if candidates and kind.dims[-1] >= 8 and not self.levels:  # only what varies along the innermost loop matters
-            probe = pointer.at(tuple(f"@{axis}" for axis in range(len(kind.dims))))
-            watched = [name for name in candidates if f"{name}[@{len(kind.dims) - 1}]" in probe]
-        if not watched:
-            self.loops(kind.dims, body, vectorise)
+        ty, kind, buf, b = llvm_type(value.type.elem), value.type, value.buf, self.b
+        assert buf is not None
+        if value.type.numel < 8 or ty not in ("i32", "i64") or buf in self.contiguous:
             return
-        with self.braces(f"if ({' && '.join(self.contiguous[name] for name in watched)})"):
+        first = b.load(ty, Lane("ptr", buf))
+        flag = b.alloca("i1")
+        b.put(flag, constant("i1", 1))
+        with self.loops(kind.dims) as index:
+            expected = b.add(b.cast("trunc", index.items[0], ty), first)
+            differs = b.any_lane(b.compare("icmp ne", self.peek(kind, buf, index), expected))
+            with b.when(differs):
+                b.put(flag, constant("i1", 0))
+        self.contiguous[buf] = b.get(flag, "i1"), first
+
+    def access_loops(self, kind: Type, pointer: Value | None, body: Callable[[Index], Any], vectorise: bool = True) -> None:
+        """Loops of a memory access: twice if some of the addresses are only known at run time to be contiguous."""
+        watched = self._watched(kind, pointer) if vectorise and pointer is not None else []
+        if not watched:
+            with self.loops(kind.dims, vectorise) as index:
+                body(index)
+            return
+        flag = self.contiguous[watched[0]][0]
+        for name in watched[1:]:
+            flag = self.b.binary("and", flag, self.contiguous[name][0])
+        with self.b.when(flag):
             self.assumed = frozenset(watched)
-            self.loops(kind.dims, body, vectorise)
+            with self.loops(kind.dims) as index:
+                body(index)
             self.assumed = frozenset()
-        with self.braces("else"):
-            self.loops(kind.dims, body, vectorise)
+        with self.b.when(self.b.logical_not(flag)), self.loops(kind.dims) as index:
+            body(index)
+
+    def _watched(self, kind: Type, pointer: Value) -> list[str]:
+        """Index vectors that vary along the innermost loop of an access."""
+        if not any(name in self.contiguous for name, _ in pointer.deps):
+            return []
+        state = [(len(level.lines), level.label) for level in self.b.levels]
+        self.probed = set()
+        with self.loops(kind.dims) as index:  # evaluated for its reads only, then thrown away
+            self.element(pointer, index)
+        found, self.probed = sorted(self.probed), None
+        for level, (lines, label) in zip(self.b.levels, state, strict=True):
+            del level.lines[lines:]
+            level.label = label
+        return found
 
     def args(self, op: Op) -> list[Value]:
         return [self.env[name] for name in op.operands]
@@ -369,35 +378,27 @@ class FunctionEmitter:
     # ---- assignment of carried values
 
     def assign(self, target: Value, value: Value) -> None:
+        assert target.buf is not None
         if not target.type.is_tensor:
-            if target.expr != value.expr:
-                self.emit(f"{target.expr} = {value.expr};")
+            self.b.put(target.buf, value.lane)
         elif target.buf != value.buf:
             self.fill(target, value)
 
     def assign_all(self, targets: list[Value], values: list[Value]) -> None:
         """Parallel assignment: a value that reads another target is evaluated before any target changes."""
-        names = [target.buf or target.expr or "" for target in targets]
+        names = [target.buf for target in targets]
         ready = []
         for name, target, value in zip(names, targets, values, strict=False):
-            unchanged = name in (value.buf, value.expr)
             clash = any((dep in names and dep != name) or (dep == name and not same) for dep, same in value.deps)
-            if clash and not unchanged:
-                if target.type.is_tensor:
-                    copy = self.buffer(target.type)
-                    self.fill(copy, value)
-                    value = copy
-                else:
-                    value = self.scalar(target.type, value.expr or "")
+            if clash and name != value.buf:
+                copy = self.buffer(target.type)
+                self.fill(copy, value)
+                value = copy
             ready.append(value)
         for target, value in zip(targets, ready, strict=False):
             self.assign(target, value)
 
     # ---- regions and functions
-
-    def region(self, region: Region) -> Op | None:
-        """Emit a structured region inside braces that the caller opened. Returns its terminator, if it has operands."""
-        return self.block(region.blocks[0])
 
     @contextmanager
     def nested(self):
@@ -407,6 +408,10 @@ class FunctionEmitter:
         self.scope = self.scopes
         yield
         self.arena_top, self.scope = top, scope
+
+    def region(self, region: Region) -> Op | None:
+        """Emit a structured region. Returns its terminator, if it has operands."""
+        return self.block(region.blocks[0])
 
     def block(self, block: Block) -> Op | None:
         for op in block.ops:
@@ -423,47 +428,50 @@ class FunctionEmitter:
 
     def body(self) -> None:
         blocks = self.function.body.blocks
-        self.hoist = len(blocks) > 1
-        for block in blocks[1:]:
-            for name, kind in block.args:
-                self.env[name] = self.variable(kind)
-        for block in blocks:
-            if block.label:
-                self.emit(f"{label(block.label)}:;")
+        arguments = {block.label: [self.variable(kind) for _, kind in block.args] for block in blocks[1:]}
+        self.block_arguments = arguments
+        for position, block in enumerate(blocks):
+            if position:
+                self.b.label(label(block.label))
+                for (name, _), variable in zip(block.args, arguments[block.label], strict=True):
+                    self.env[name] = self.current(variable)
             self.block(block)
 
-    def successor(self, op: Op, name: str, operands: list[str]) -> None:
+    def successor(self, name: str, operands: list[str]) -> None:
         """Jump to a basic block, passing operands to its arguments."""
-        block = next(block for block in self.function.body.blocks if block.label == name)
-        self.assign_all([self.env[arg] for arg, _ in block.args], [self.env[operand] for operand in operands])
-        self.emit(f"goto {label(name)};")
+        self.assign_all(self.block_arguments[name], [self.env[operand] for operand in operands])
+        self.b.emit(f"br label {label(name)}")
 
 
 def label(name: str) -> str:
-    return "L_" + re.sub(r"\W", "", name)
-
-
-def linear(shape: tuple[int, ...], index: Index) -> str:
-    """Row-major offset."""
-    expr = ""
-    for extent, item in zip(shape, index, strict=True):
-        if extent != 1:
-            expr = f"({expr} * {extent} + {item})" if expr else item
-    return expr or "0"
+    return "%L_" + re.sub(r"\W", "", name)
 
 
 class ModuleEmitter:
     """Emits all functions of a module: the public one is the kernel, the others are ``noinline`` helpers."""
 
-    def __init__(self, functions: list[Function]) -> None:
+    def __init__(self, functions: list[Function], target: Target) -> None:
         self.functions = {function.name: function for function in functions}
+        self.target = target
         self.arena: dict[str, int] = {}
         self.definitions: list[str] = []
-        self.asserts = False
+        self.declares: set[str] = set()
+        self.globals: dict[str, str] = {}
+        self.helpers: dict[str, str] = {}
+        self.libraries: list[str] = []
 
-    def cpp_name(self, name: str) -> str:
-        """A valid and unique C++ name of a function."""
+    def symbol(self, name: str) -> str:
+        """A valid and unique LLVM name of a function."""
         return f"f{list(self.functions).index(name)}_" + re.sub(r"\W+", "_", name).strip("_")[:100]
+
+    def array(self, ty: str, items: list[str]) -> str:
+        """A constant array in the module. Returns its address."""
+        text = f"[{len(items)} x {ty}] [{', '.join(f'{ty} {item}' for item in items)}]"
+        return self.globals.setdefault(text, f"@k{len(self.globals)}")
+
+    def string(self, data: bytes) -> str:
+        """A zero-terminated string in the module. Returns its address."""
+        return self.array("i8", [str(byte) for byte in data + b"\0"])
 
     def function(self, name: str) -> int:
         """Emit a function (once, after its callees). Returns the bytes of arena that it needs."""
@@ -472,16 +480,19 @@ class ModuleEmitter:
             emitter = FunctionEmitter(function, analyse(function), self)
             params = []
             for position, (arg, kind) in enumerate(function.body.args):
-                emitter.env[arg] = Value(kind, f"a{position}")
-                params.append(f"{cpp_type(kind.elem)} a{position}")
-            for position, kind in enumerate(function.outs):
-                params.append(f"{cpp_type(kind.elem)}* r{position}")
+                if kind.is_tensor:
+                    emitter.env[arg] = emitter.over(kind, f"%a{position}")
+                    params.append(f"ptr %a{position}")
+                else:
+                    emitter.env[arg] = Value(kind, Lane(llvm_type(kind.elem), f"%a{position}"))
+                    params.append(f"{llvm_type(kind.elem)} %a{position}")
+            params += [f"ptr %r{position}" for position in range(len(function.outs))]
             emitter.body()
-            head = ", ".join(["const Program& program", "char* arena", *params])
-            if emitter.callee_arena:
-                emitter.decls.append(f"char* const callee_arena = arena + {emitter.arena_size};")
-            decls = ["  " + line for line in emitter.decls]
-            lines = [f"static void {self.cpp_name(name)}({head}) {{", *decls, *emitter.lines, "}"]
+            ids = [f"i32 %{which}{axis}" for which in ("id", "grid") for axis in range(3)]
+            head = ", ".join([*ids, "ptr %arena", *params])
+            entry = emitter.b.entry
+            entry.append(f"  %callee_arena = getelementptr i8, ptr %arena, i64 {emitter.arena_size}")
+            lines = [f"define internal i1 @{self.symbol(name)}({head}) #0 {{", "entry:", *entry, *emitter.b.levels[0].lines, "}"]
             self.definitions.append("\n".join(lines))
             self.arena[name] = emitter.arena_size + emitter.callee_arena
         return self.arena[name]
@@ -489,53 +500,65 @@ class ModuleEmitter:
     def kernel(self) -> Kernel:
         entry = next(function for function in self.functions.values() if function.public)
         arena = self.function(entry.name)
-        params = [(cpp_type(kind.elem), f"a{position}") for position, (_, kind) in enumerate(entry.body.args)]
-        fields = " ".join(f"{kind} {name};" for kind, name in params)
-        call = ", ".join(["program", "arena", *(f"args.{name}" for _, name in params)])
-        sizes = ["int grid_x", "int grid_y", "int grid_z", "int threads"]
-        launch = ", ".join([*sizes, *(f"{kind} {name}" for kind, name in params)])
-        source = _TEMPLATE.format(
-            prelude="#define TTD_ASSERTS\n" * self.asserts + (Path(__file__).parent / "native" / "prelude.h").read_text(),
-            functions="\n\n".join(self.definitions),
-            fields=fields,
-            name=self.cpp_name(entry.name),
-            call=call,
-            launch=launch,
-            values=", ".join(["{grid_x, grid_y, grid_z}", *(name for _, name in params)]),
-            arena=arena,
-        )
+        loads, values = [], []
+        for position, (_, kind) in enumerate(entry.body.args):
+            ty = llvm_type(kind.elem)
+            stored = "i8" if ty == "i1" else ty
+            loads.append(f"  %p{position} = getelementptr i8, ptr %args, i64 {8 * (position + 3)}")
+            loads.append(f"  %s{position} = load {stored}, ptr %p{position}")
+            if ty == "i1":
+                loads.append(f"  %x{position} = trunc i8 %s{position} to i1")
+            values.append(f"{ty} %{'x' if ty == 'i1' else 's'}{position}")
+        body = _ENTRY.format(loads="\n".join(loads), call=", ".join(["ptr %arena", *values]), name=self.symbol(entry.name))
+        arrays = [f"{name} = internal unnamed_addr constant {text}, align 64" for text, name in self.globals.items()]
+        parts = [*arrays, *sorted(self.declares), *self.helpers.values(), *self.definitions, body]
+        parts.append(f"attributes #0 = {{ nounwind {self.target.attributes} }}")
         types = ["ptr" if kind.is_pointer else kind.elem for _, kind in entry.body.args]
-        return Kernel(entry.name, types, source)
+        return Kernel(entry.name, types, "\n\n".join(parts) + "\n", arena, self.libraries)
 
 
-_TEMPLATE = """{prelude}
-{functions}
+# Runs the programs [begin, end) of the grid; returns null, or the message of a failed device assertion.
+_ENTRY = """@ttd_failure = internal global ptr null
 
-struct Args {{ int grid[3]; {fields} }};
+define ptr @ttd_programs(ptr %args, i64 %begin, i64 %end, ptr noalias %arena) #0 {{
+entry:
+  %g0 = load i32, ptr %args
+  %pg1 = getelementptr i8, ptr %args, i64 8
+  %g1 = load i32, ptr %pg1
+  %pg2 = getelementptr i8, ptr %args, i64 16
+  %g2 = load i32, ptr %pg2
+  %w0 = zext i32 %g0 to i64
+  %w1 = zext i32 %g1 to i64
+{loads}
+  br label %loop
+loop:
+  %i = phi i64 [ %begin, %entry ], [ %next, %more ]
+  %c0 = urem i64 %i, %w0
+  %row = udiv i64 %i, %w0
+  %c1 = urem i64 %row, %w1
+  %c2 = udiv i64 %row, %w1
+  %id0 = trunc i64 %c0 to i32
+  %id1 = trunc i64 %c1 to i32
+  %id2 = trunc i64 %c2 to i32
+  %failed = call i1 @{name}(i32 %id0, i32 %id1, i32 %id2, i32 %g0, i32 %g1, i32 %g2, {call})
+  br i1 %failed, label %stop, label %more
+more:
+  %next = add i64 %i, 1
+  %go = icmp slt i64 %next, %end
+  br i1 %go, label %loop, label %done
+done:
+  ret ptr null
+stop:
+  %message = load ptr, ptr @ttd_failure
+  ret ptr %message
+}}"""
 
-static void run_programs(const void* pointer, int64_t begin, int64_t end, char* arena) {{
-  const Args& args = *(const Args*)pointer;
-  TTD_TRY
-  for (int64_t i = begin; i < end; ++i) {{
-    const int64_t row = i / args.grid[0];
-    const Program program = {{{{int(i % args.grid[0]), int(row % args.grid[1]), int(row / args.grid[1])}},
-                             {{args.grid[0], args.grid[1], args.grid[2]}}}};
-    {name}({call});
-  }}
-  TTD_CATCH
-}}
 
-// Runs the grid; returns null, or the message of a failed device assertion.
-extern "C" const char* ttd_launch({launch}) {{
-  const Args args = {{{values}}};
-  ttd_parallel_for(run_programs, &args, int64_t(grid_x) * grid_y * grid_z, threads, {arena});
-  return ttd_take_failure();
-}}
-"""
+def emit_module(text: str, target: Target) -> Kernel:
+    """LLVM IR of a TTIR module (printed without locations). Raises UnsupportedOp."""
+    from . import emit_control, emit_dot, emit_elementwise, emit_memory, emit_tensor  # noqa: F401  (they register operations)
+
+    return ModuleEmitter(parse(text), target).kernel()
 
 
-def emit_module(text: str) -> Kernel:
-    """C++ of a TTIR module (printed without locations). Raises UnsupportedOp."""
-    from . import emit_control, emit_elementwise, emit_memory, emit_tensor  # noqa: F401  (they register their operations)
-
-    return ModuleEmitter(parse(text)).kernel()
+__all__ = ["BITS", "FLOATS", "FunctionEmitter", "Index", "Kernel", "Value", "emit_module", "handles", "vector_type"]

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
-from .emit import FunctionEmitter, Index, cpp_type, handles, is_float, unsigned
-from .emit_elementwise import convert
+from .builder import BITS, Lane, constant
+from .emit import FunctionEmitter, Index, handles, is_float, llvm_type
+from .emit_elementwise import floating, widen
 from .ttir import Op, Type
 
-_ORDERS = {
-    "relaxed": "__ATOMIC_RELAXED",
-    "acquire": "__ATOMIC_ACQUIRE",
-    "release": "__ATOMIC_RELEASE",
-    "acq_rel": "__ATOMIC_ACQ_REL",
-}
-_NATIVE_RMW = {"add": "add", "and": "and", "or": "or", "xor": "xor"}
+_ORDERS = {"relaxed": "monotonic", "acquire": "acquire", "release": "release", "acq_rel": "acq_rel"}
+_FAILURE_ORDERS = {"monotonic": "monotonic", "acquire": "acquire", "release": "monotonic", "acq_rel": "acquire"}
+_NATIVE = {"add": "add", "and": "and", "or": "or", "xor": "xor", "max": "max", "min": "min", "umax": "umax", "umin": "umin"}
 
 
 @handles("tt.load")
@@ -23,94 +21,117 @@ def load(e: FunctionEmitter, op: Op) -> None:
     kind, operands = pointer_type.with_elem(pointer_type.pointee), e.args(op)
     if kind.elem.startswith("tensor<"):
         raise op.unsupported("block pointer that was not rewritten to plain pointers")
-    ctype = e.ctype(op, kind.elem)
-    volatile = op.flag("isVolatile")
+    ty, volatile = e.type_of(op, kind.elem), op.flag("isVolatile")
 
-    def value(index: Index) -> str:
-        pointer = e.element(operands[0], index)
-        access = f"*(const volatile {ctype}*)({pointer})" if volatile else f"*({pointer})"
-        if len(operands) == 1:
-            return access
-        mask = e.element(operands[1], index)
-        if mask == "true":
-            return access
-        other = e.element(operands[2], index) if len(operands) > 2 else f"{ctype}(0)"
-        return f"{mask} ? {access} : {other}"  # masked-out addresses are never touched
+    def value(index: Index) -> Lane:
+        pointer, mask, other = [*(e.element(operand, index) for operand in operands), None, None][:3]
+        assert pointer is not None
+        return e.b.load(ty, pointer, mask, other, volatile=volatile)
 
-    e.bind(op, e.compute(kind, value, vectorise=not volatile, pointer=operands[0]))
+    e.bind(op, e.compute(kind, value, pointer=operands[0]))
 
 
 @handles("tt.store")
 def store(e: FunctionEmitter, op: Op) -> None:
-    operands = e.args(op)
-    if op.ins[0].pointee.startswith("tensor<"):
+    operands, kind = e.args(op), op.ins[0]
+    if kind.pointee.startswith("tensor<"):
         raise op.unsupported("block pointer that was not rewritten to plain pointers")
+    e.type_of(op, kind.pointee)
 
     def write(index: Index) -> None:
-        value = e.element(operands[1], index)
-        pointer = e.element(operands[0], index)
-        mask = e.element(operands[2], index) if len(operands) > 2 else "true"
-        e.emit(f"{'' if mask == 'true' else f'if ({mask}) '}*({pointer}) = {value};")
+        pointer, value, *mask = (e.element(operand, index) for operand in operands)
+        e.b.store(e.b.solid(value, index.n), pointer, *mask)
 
-    if op.ins[0].is_tensor:
-        e.access_loops(op.ins[0], operands[0], write)
+    if kind.is_tensor:
+        e.access_loops(kind, operands[0], write)
     else:
-        write(())
+        write(e.index(()))
 
 
-def _atomic(e: FunctionEmitter, op: Op, kind: Type, value, mask: int) -> None:
+def _atomic(e: FunctionEmitter, op: Op, update: Callable[..., Lane], mask: int) -> None:
     """Bind the old values of an atomic operation; operand number ``mask`` guards it, if there is one."""
-    operands = e.args(op)
+    operands, kind, b = e.args(op), op.outs[0], e.b
+    ty = e.type_of(op, kind.elem)
 
-    def guarded(index: Index) -> str:
-        expr = value([e.element(operand, index) for operand in operands])
-        guard = e.element(operands[mask], index) if len(operands) > mask else "true"
-        return expr if guard == "true" else f"{guard} ? {expr} : {cpp_type(kind.elem)}(0)"
+    def value(index: Index) -> Lane:
+        x = [e.element(operand, index) for operand in operands]
+        if len(x) <= mask or x[mask].is_const(1):
+            return update(*x[:mask])
+        slot = b.alloca(ty)
+        b.put(slot, constant(ty, 0))
+        with b.when(x[mask]):
+            b.put(slot, update(*x[:mask]))
+        return b.get(slot, ty)
 
-    e.bind(op, e.compute(kind, guarded, vectorise=False))
+    e.bind(op, e.compute(kind, value, vectorise=False))
+
+
+def _swap_until(e: FunctionEmitter, ty: str, pointer: Lane, order: str, change: Callable[[Lane], Lane]) -> Lane:
+    """Replace x by ``change(x)`` atomically, by compare and swap of its bits. Returns the old value."""
+    b, word = e.b, f"i{BITS[ty]}"
+    slot, again, done = b.alloca(word), b.fresh("again"), b.fresh("swapped")
+    align = BITS[ty] // 8
+    b.put(slot, b.inst(f"load atomic {word}, ptr {pointer.s} monotonic, align {align}", word))
+    b.emit(f"br label {again}")
+    b.label(again)
+    with b.scope():
+        old = b.get(slot, word)
+        new = b.bitcast(change(b.bitcast(old, ty)), word)
+        pair = b.fresh()
+        b.emit(f"{pair} = cmpxchg ptr {pointer.s}, {word} {old.s}, {word} {new.s} {order} monotonic, align {align}")
+        b.put(slot, b.inst(f"extractvalue {{ {word}, i1 }} {pair}, 0", word))
+        swapped = b.inst(f"extractvalue {{ {word}, i1 }} {pair}, 1", "i1")
+    b.emit(f"br i1 {swapped.s}, label {done}, label {again}")
+    b.label(done)
+    return b.bitcast(b.get(slot, word), ty)
 
 
 @handles("tt.atomic_rmw")
 def atomic_rmw(e: FunctionEmitter, op: Op) -> None:
     operation, order = (item.strip() for item in op.tail.split(",")[:2])
-    kind = op.outs[0]
-    elem, ctype, memory_order = kind.elem, e.ctype(op, kind.elem), _ORDERS[order]
+    elem, b, memory_order = op.outs[0].elem, e.b, _ORDERS[order]
+    ty = e.type_of(op, elem)
+    align = max(BITS[ty] // 8, 1)
+    rmw = lambda name, p, x: b.inst(f"atomicrmw {name} ptr {p.s}, {ty} {x.s} {memory_order}, align {align}", ty)  # noqa: E731
 
-    def expression(x: list[str]) -> str:
-        pointer, operand = x[:2]
-        if operation in _NATIVE_RMW:
-            return f"__atomic_fetch_{_NATIVE_RMW[operation]}({pointer}, {operand}, {memory_order})"
+    def update(pointer: Lane, operand: Lane) -> Lane:
         if operation == "exch":
-            return f"ttd_atomic_exchange<{ctype}>({pointer}, {operand}, {memory_order})"
-        if operation == "fadd":
-            wide = "f64" if elem == "f64" else "f32"
-            new = convert(f"({convert('old', elem, wide)} + {convert('operand', elem, wide)})", wide, elem)
-        elif operation in ("max", "min") and is_float(elem):
-            wide = "f64" if elem == "f64" else "f32"
-            new = convert(f"ttd_{operation}num({convert('old', elem, wide)}, {convert('operand', elem, wide)})", wide, elem)
-        elif operation in ("max", "min"):
-            new = f"ttd_{operation}<{ctype}>(old, operand)"
-        elif operation in ("umax", "umin"):
-            utype = unsigned(elem)
-            new = f"{ctype}(ttd_{operation[1:]}<{utype}>({utype}(old), {utype}(operand)))"
-        else:
-            raise op.unsupported(f"atomic operation {operation}")
-        update = f"[operand = {ctype}({operand})]({ctype} old) {{ return {new}; }}"
-        return f"ttd_atomic_update<{ctype}>({pointer}, {update}, {memory_order})"
+            if ty != "half":
+                return rmw("xchg", pointer, operand)
+            return _swap_until(e, ty, pointer, memory_order, lambda old: operand)
+        if operation in _NATIVE and not is_float(elem):
+            return rmw(_NATIVE[operation], pointer, operand)
+        if operation == "fadd" and elem in ("f32", "f64"):
+            return rmw("fadd", pointer, operand)
+        names = {"fadd": lambda x, y: b.binary("fadd", x, y), "max": lambda x, y: b.intrinsic("llvm.maxnum", x, y)}
+        names["min"] = lambda x, y: b.intrinsic("llvm.minnum", x, y)
+        if operation not in names:
+            raise op.unsupported(f"atomic operation {operation} of {elem}")
+        return _swap_until(e, ty, pointer, memory_order, lambda old: floating(b, elem, names[operation])(old, operand))
 
-    _atomic(e, op, kind, expression, mask=2)
+    _atomic(e, op, update, mask=2)
 
 
 @handles("tt.atomic_cas")
 def atomic_cas(e: FunctionEmitter, op: Op) -> None:
-    kind = op.outs[0]
-    ctype, memory_order = e.ctype(op, kind.elem), _ORDERS[op.tail.split(",")[0].strip()]
-    _atomic(e, op, kind, lambda x: f"ttd_atomic_cas<{ctype}>({x[0]}, {x[1]}, {x[2]}, {memory_order})", mask=3)
+    b, elem, order = e.b, op.outs[0].elem, _ORDERS[op.tail.split(",")[0].strip()]
+    ty = e.type_of(op, elem)
+    word = ty if ty == "ptr" else f"i{max(BITS[ty], 8)}"
+    align = max(BITS[ty] // 8, 1)
+
+    def swap(pointer: Lane, expected: Lane, desired: Lane) -> Lane:
+        old, new = b.bitcast(expected, word), b.bitcast(desired, word)
+        pair = b.fresh()
+        orders = f"{order} {_FAILURE_ORDERS[order]}"
+        b.emit(f"{pair} = cmpxchg ptr {pointer.s}, {word} {old.s}, {word} {new.s} {orders}, align {align}")
+        return b.bitcast(b.inst(f"extractvalue {{ {word}, i1 }} {pair}, 0", word), ty)
+
+    _atomic(e, op, swap, mask=3)
 
 
 @handles("ttg.barrier", "gpu.barrier", "ttg.local_barrier")
 def barrier(e: FunctionEmitter, op: Op) -> None:
-    e.emit("__atomic_thread_fence(__ATOMIC_ACQ_REL);")  # a program has one thread
+    e.b.emit("fence acq_rel")  # a program has one thread
 
 
 @handles("llvm.intr.assume")
@@ -118,57 +139,58 @@ def assume(e: FunctionEmitter, op: Op) -> None:
     pass
 
 
-def _c_string(text: str) -> str:
-    """A C string literal from MLIR's spelling (two hex digits after a backslash for special characters)."""
-    raw = re.sub(r"\\([0-9A-Fa-f]{2})", lambda match: chr(int(match.group(1), 16)), text.replace("\\\\", "\\5C"))
-    escaped = "".join(char if char.isalnum() or char in " .,:;()[]<>=+-*/_!'" else f"\\{ord(char):03o}" for char in raw)
-    return f'"{escaped}"'
+def _text(text: str) -> bytes:
+    """Bytes of a string in MLIR's spelling (two hex digits after a backslash for special characters)."""
+    text = text.replace("\\\\", "\\5C")
+    return re.sub(rb"\\([0-9A-Fa-f]{2})", lambda match: bytes([int(match.group(1), 16)]), text.encode())
+
+
+def leave_if(e: FunctionEmitter, failed: Lane) -> None:
+    """End the program if a device assertion has failed."""
+    with e.b.when(failed):
+        e.b.emit("ret i1 true")
+        e.b.label(e.b.fresh("unreachable"))
 
 
 @handles("tt.assert")
 def device_assert(e: FunctionEmitter, op: Op) -> None:
-    e.module.asserts = True
-    condition, message = e.args(op)[0], _c_string("device assertion failed: " + op.attrs["string"])
-    check = lambda index: e.emit(f"if (!({e.element(condition, index)})) throw (const char*){message};")  # noqa: E731
-    if op.ins[0].is_tensor:
-        e.loops(op.ins[0].dims, check, vectorise=False)
-    else:
-        check(())
+    condition = e.args(op)[0]
+    message = e.module.string(b"device assertion failed: " + _text(op.attrs["string"]))
+    with e.loops(op.ins[0].dims) as index:
+        failed = e.b.any_lane(e.b.logical_not(e.element(condition, index)))
+        with e.b.when(failed):
+            e.b.emit(f"store atomic ptr {message}, ptr @ttd_failure release, align 8")
+        leave_if(e, failed)
 
 
-_PRINT = {"f": ("%f", "double"), "b": ("%f", "double"), "!": ("%p", "void*")}
+def _printf(e: FunctionEmitter, form: bytes, arguments: list[str]) -> None:
+    e.b.declares.add("declare i32 @printf(ptr, ...)")
+    e.b.emit(f"{e.b.fresh()} = call i32 (ptr, ...) @printf({', '.join([f'ptr {e.module.string(form)}', *arguments])})")
 
 
 @handles("tt.print")
 def device_print(e: FunctionEmitter, op: Op) -> None:
     """One line an element, in the format of Triton's GPU backends."""
-    prefix = op.attrs.get("string", "")
+    b, prefix = e.b, _text(op.attrs.get("string", "")).replace(b"%", b"%%")
     signed = op.array_attr("isSigned") if op.operands else []
-    pid = ", ".join(f"program.id[{axis}]" for axis in range(3))
+    pid = [f"i32 %id{axis}" for axis in range(3)]
     for position, (value, kind) in enumerate(zip(e.args(op), op.ins, strict=False)):
-        if kind.elem[0] in _PRINT:
-            form, ctype = _PRINT[kind.elem[0]]
-        elif op.flag("hex"):
-            form, ctype = "0x%llx", "unsigned long long"
-        else:
-            form, ctype = ("%lld", "long long") if signed[position] else ("%llu", "unsigned long long")
-        operand = f"(operand {position}) " if len(op.operands) > 1 else ""
-
-        def show(index: Index) -> None:
-            expr = e.element(value, index)  # noqa: B023  (called at once)
-            if ctype == "double":  # noqa: B023
-                expr = convert(expr, kind.elem, "f64")  # noqa: B023
-            elif form == "%llu" and kind.elem != "i1":  # noqa: B023
-                expr = f"{unsigned(kind.elem)}({expr})"  # noqa: B023
-            place = ", ".join(index)
-            text = _c_string(f"pid (%d, %d, %d) idx ({', '.join(['%d'] * len(index))}){prefix}").replace("\\045", "%")
-            arguments = ", ".join(filter(None, [pid, place, f"({ctype})({expr})"]))  # noqa: B023
-            e.emit(f'__builtin_printf({text} "{operand}{form}\\n", {arguments});')  # noqa: B023
-
-        if kind.is_tensor:
-            e.loops(kind.dims, show, vectorise=False)
-        else:
-            show(())
+        operand = b"(operand %d) " % position if len(op.operands) > 1 else b""
+        with e.loops(kind.dims, vectorise=False) as index:
+            lane = e.element(value, index)
+            if is_float(kind.elem):
+                form, lane = b"%f", b.cast("fpext", widen(b, lane, kind.elem), "double")
+            elif kind.is_pointer:
+                form = b"%p"
+            else:
+                form = b"0x%llx" if op.flag("hex") else b"%lld" if signed[position] else b"%llu"
+                extend = "sext" if signed[position] and not op.flag("hex") and kind.elem != "i1" else "zext"
+                lane = b.cast(extend, lane, "i64")
+            place = [b.cast("trunc", item, "i32") for item in index.items]
+            text = b"pid (%d, %d, %d) idx (" + b", ".join([b"%d"] * len(place)) + b")" + prefix + operand + form + b"\n"
+            _printf(e, text, [*pid, *(f"i32 {item.s}" for item in place), f"{lane.ty} {lane.s}"])
     if not op.operands:
-        text = _c_string(f"pid (%d, %d, %d){prefix}").replace("\\045", "%")
-        e.emit(f'__builtin_printf({text} "\\n", {pid});')
+        _printf(e, b"pid (%d, %d, %d)" + prefix + b"\n", pid)
+
+
+__all__ = ["Type", "leave_if", "llvm_type"]

@@ -1,72 +1,70 @@
-"""Tensor operations: shapes, program ids, dot products, reductions, scans, gathers."""
+"""Tensor operations: shapes, program ids, reductions, scans, gathers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import contextmanager
 
-from .emit import FunctionEmitter, Index, Value, cpp_type, handles, linear
-from .emit_elementwise import convert
-from .ttir import Op, Type
-
-_LANES = 16  # partial results of a vectorised reduction
+from .analysis import is_lazy
+from .builder import Lane, constant
+from .emit import FunctionEmitter, Index, Value, handles, llvm_type
+from .ttir import Op, Region, Type
 
 
 @handles("tt.get_program_id", "tt.get_num_programs")
 def program_id(e: FunctionEmitter, op: Op) -> None:
     axis = "xyz".index(op.tail[-1]) if op.tail[-1] in "xyz" else int(op.tail[-1])
-    member = "id" if op.name == "tt.get_program_id" else "grid"
-    e.bind(op, e.scalar(op.outs[0], f"program.{member}[{axis}]"))
+    which = "id" if op.name == "tt.get_program_id" else "grid"
+    e.bind(op, Value(op.outs[0], Lane("i32", f"%{which}{axis}")))
 
 
 @handles("tt.make_range")
 def make_range(e: FunctionEmitter, op: Op) -> None:
-    start = op.int_attr("start")
-    e.bind(op, Value(op.outs[0], at=lambda index: f"({index[0]} + {start})" if start else index[0], cheap=True, wide=True))
+    start = constant("i32", op.int_attr("start"))
+    e.bind(op, Value(op.outs[0], at=lambda index: e.b.add(e.b.cast("trunc", index.items[0], "i32"), start)))
 
 
 @handles("tt.splat")
 def splat(e: FunctionEmitter, op: Op) -> None:
-    source = e.args(op)[0]
-    e.bind(op, Value(op.outs[0], uniform=source.expr, deps=source.deps))
+    e.bind(op, Value(op.outs[0], e.args(op)[0].lane))
 
 
 @handles("tt.unsplat")
 def unsplat(e: FunctionEmitter, op: Op) -> None:
     source = e.args(op)[0]
-    e.bind(op, e.scalar(op.outs[0], e.element(source, ("0",) * len(source.type.dims))))
+    zero = e.index(source.type.dims, [constant("i64", 0)] * len(source.type.dims))
+    e.bind(op, Value(op.outs[0], e.element(source, zero)))
 
 
 def _view(e: FunctionEmitter, op: Op, source: Value, remap: Callable[[Index], Index]) -> None:
     """Bind a result that reads ``source`` at other indices."""
     kind = op.outs[0]
-    if source.uniform is not None:
-        e.bind(op, Value(kind, uniform=source.uniform, deps=source.deps))
+    if source.scalar is not None:
+        e.bind(op, Value(kind, source.scalar))
         return
     deps = [(name, False) for name, _ in source.deps]
-    e.bind(op, Value(kind, at=lambda index: e.element(source, remap(index)), deps=deps, cheap=True, wide=source.wide))
+    e.bind(op, Value(kind, at=lambda index: e.element(source, remap(index)), deps=deps, cheap=True))
 
 
 @handles("tt.expand_dims")
 def expand_dims(e: FunctionEmitter, op: Op) -> None:
-    axis = op.int_attr("axis")
-    _view(e, op, e.args(op)[0], lambda index: index[:axis] + index[axis + 1 :])
+    axis, source = op.int_attr("axis"), e.args(op)[0]
+    _view(e, op, source, lambda index: index.of(source.type.dims, index.items[:axis] + index.items[axis + 1 :]))
 
 
 @handles("tt.broadcast")
 def broadcast(e: FunctionEmitter, op: Op) -> None:
-    source = e.args(op)[0]
+    source, zero = e.args(op)[0], constant("i64", 0)
     dims = source.type.dims
-    _view(e, op, source, lambda index: tuple("0" if extent == 1 else item for extent, item in zip(dims, index, strict=False)))
+    remap = lambda index: index.of(dims, [zero if n == 1 else x for n, x in zip(dims, index.items, strict=True)])  # noqa: E731
+    _view(e, op, source, remap)
 
 
 @handles("tt.trans")
 def trans(e: FunctionEmitter, op: Op) -> None:
-    order = op.array_attr("order")
-
-    def remap(index: Index) -> Index:
-        return tuple(index[order.index(axis)] for axis in range(len(order)))
-
-    _view(e, op, e.args(op)[0], remap)
+    order, source = op.array_attr("order"), e.args(op)[0]
+    remap = lambda index: index.of(source.type.dims, [index.items[order.index(k)] for k in range(len(order))])  # noqa: E731
+    _view(e, op, source, remap)
 
 
 @handles("tt.reshape")
@@ -76,223 +74,218 @@ def reshape(e: FunctionEmitter, op: Op) -> None:
     if [extent for extent in old if extent != 1] == [extent for extent in new if extent != 1]:  # only unit dimensions change
 
         def remap(index: Index) -> Index:
-            items = iter(item for extent, item in zip(new, index, strict=False) if extent != 1)
-            return tuple("0" if extent == 1 else next(items) for extent in old)
+            items = iter(item for extent, item in zip(new, index.items, strict=True) if extent != 1)
+            return index.of(old, [constant("i64", 0) if extent == 1 else next(items) for extent in old])
 
         _view(e, op, source, remap)
-    elif source.uniform is not None:
-        e.bind(op, Value(kind, uniform=source.uniform, deps=source.deps))
+    elif source.scalar is None and source.buf is not None:
+        e.bind(op, e.over(kind, source.buf))
     else:
-        buf = e.materialise(source).buf
-        assert buf is not None
-        e.bind(op, e.over(kind, buf))
+        _view(e, op, source, lambda index: index.reshaped(old))
 
 
 @handles("tt.join")
 def join(e: FunctionEmitter, op: Op) -> None:
-    left, right = e.args(op)
     kind, target = op.outs[0], e.buffer(op.outs[0])
-
-    def body(index: Index) -> None:
-        for last, source in enumerate((left, right)):
-            e.emit(f"{target.buf}[{linear(kind.dims, (*index, str(last)))}] = {e.element(source, index)};")
-
-    e.loops(kind.dims[:-1], body)
+    assert target.buf is not None
+    with e.loops(kind.dims[:-1]) as index:
+        for last, source in enumerate(e.args(op)):
+            e.poke(kind, target.buf, index.of(kind.dims, [*index.items, constant("i64", last)]), _full(e, source, index))
     e.bind(op, target)
+
+
+def _full(e: FunctionEmitter, value: Value, index: Index) -> Lane:
+    return e.b.solid(e.element(value, index), index.n)
 
 
 @handles("tt.split")
 def split(e: FunctionEmitter, op: Op) -> None:
-    source = e.materialise(e.args(op)[0])
-    kind = Type(source.type.elem, source.type.dims[:-1])
-    for name, last in zip(op.results, "01", strict=False):
-        at = lambda index, last=last: e.element(source, (*index, last))  # noqa: E731
-        e.env[name] = Value(kind, at=at, deps=[(dep, False) for dep, _ in source.deps], cheap=True, wide=source.wide)
+    source = e.args(op)[0]
+    if source.scalar is None:
+        source = e.materialise(source)
+    kind, dims = Type(source.type.elem, source.type.dims[:-1]), source.type.dims
+    for name, last in zip(op.results, (0, 1), strict=True):
+        end = constant("i64", last)
+        at = lambda index, end=end: e.element(source, index.of(dims, [*index.items, end]))  # noqa: E731
+        e.env[name] = Value(kind, source.scalar, at, deps=[(dep, False) for dep, _ in source.deps], cheap=True)
 
 
 @handles("tt.cat")
 def cat(e: FunctionEmitter, op: Op) -> None:
-    target, offset = e.buffer(op.outs[0]), 0
+    kind, target, start = op.outs[0], e.buffer(op.outs[0]), 0
+    assert target.buf is not None
     for source in e.args(op):
-        start = offset
-        dims = source.type.dims
-        e.loops(
-            dims,
-            lambda index: e.emit(f"{target.buf}[{start} + {linear(dims, index)}] = {e.element(source, index)};"),  # noqa: B023
-        )
-        offset += source.type.numel
+        with e.loops(source.type.dims) as index:
+            place = Index(e.b, kind.dims, lin=e.b.add(index.linear, constant("i64", start)))
+            e.poke(kind, target.buf, place, _full(e, source, index))
+        start += source.type.numel
     e.bind(op, target)
 
 
 @handles("tt.gather")
 def gather(e: FunctionEmitter, op: Op) -> None:
     source, where = e.args(op)
-    axis, source = op.int_attr("axis"), e.materialise(source)
+    axis = op.int_attr("axis")
+    if source.scalar is not None:
+        e.bind(op, Value(op.outs[0], source.scalar))
+        return
+    source = e.materialise(source)
 
-    def value(index: Index) -> str:
-        return e.element(source, (*index[:axis], f"({e.element(where, index)})", *index[axis + 1 :]))
+    def value(index: Index) -> Lane:
+        item = e.b.cast("sext", e.b.solid(e.element(where, index)), "i64")
+        return source.at(index.of(source.type.dims, [*index.items[:axis], item, *index.items[axis + 1 :]]))
 
     e.bind(op, e.compute(op.outs[0], value))
 
 
 @handles("tt.histogram")
 def histogram(e: FunctionEmitter, op: Op) -> None:
-    operands, kind = e.args(op), op.outs[0]
+    operands, kind, b = e.args(op), op.outs[0], e.b
     target = e.buffer(kind)
-    e.loops(kind.dims, lambda index: e.emit(f"{target.buf}[{index[0]}] = 0;"))
-
-    def count(index: Index) -> None:
+    assert target.buf is not None
+    e.fill(target, Value(kind, constant(llvm_type(kind.elem), 0)))
+    with e.loops(operands[0].type.dims, vectorise=False) as index:
         value = e.element(operands[0], index)
-        mask = f" && {e.element(operands[1], index)}" if len(operands) > 1 else ""
-        e.emit(f"if ({value} >= 0 && {value} < {kind.numel}{mask}) {target.buf}[{value}] += 1;")
-
-    e.loops(operands[0].type.dims, count, vectorise=False)
+        counted = b.compare("icmp ult", value, constant(value.ty, kind.numel))
+        if len(operands) > 1:
+            counted = b.binary("and", counted, e.element(operands[1], index))
+        with b.when(counted):
+            place = index.of(kind.dims, [b.cast("zext", value, "i64")])
+            e.poke(kind, target.buf, place, b.add(e.peek(kind, target.buf, place), constant(llvm_type(kind.elem), 1)))
     e.bind(op, target)
 
 
-@handles("tt.dot")
-def dot(e: FunctionEmitter, op: Op) -> None:
-    """Operands are converted to the accumulator's type once; the accumulator is updated in place where nothing else needs it."""
-    a, b, acc = e.args(op)[:3]
-    kind = op.outs[0]
-    work = kind.elem if kind.elem in ("f64", "i32") else "f32"
-    *batch, m, k = a.type.dims
-    n = b.type.dims[-1]
-
-    def packed(operand: Value) -> str:
-        if operand.buf is None or operand.type.elem != work:
-            source = operand
-            convertible = Value(
-                source.type.with_elem(work), at=lambda index: f"ttd_cast<{cpp_type(work)}>({e.element(source, index)})"
-            )
-            operand = e.materialise(convertible)
-        assert operand.buf is not None
-        return operand.buf
-
-    left, right = packed(a), packed(b)
-    if acc.type.elem == work and e.may_overwrite(op.operands[2], acc):
-        target = acc
-    else:
-        target = e.buffer(kind.with_elem(work))
-        wide = Value(target.type, at=lambda index: convert(e.element(acc, index), kind.elem, work), uniform=None)
-        e.fill(target, wide)
-    function = f"ttd_dot<{m}, {n}, {k}>" if work == "f32" else f"ttd_dot_plain<{m}, {n}, {k}, {cpp_type(work)}>"
-    for item in range(batch[0] if batch else 1):
-        e.emit(f"{function}({left} + {item * m * k}, {right} + {item * k * n}, {target.buf} + {item * m * n});")
-    if work == kind.elem:
-        assert target.buf is not None
-        e.bind(op, e.over(kind, target.buf, owner=e.scope))
-    else:
-        e.bind(op, e.compute(kind, lambda index: convert(e.element(target, index), work, kind.elem)))
+# ---- reductions and scans
 
 
-def _combine(e: FunctionEmitter, op: Op, left: list[str], right: list[str], targets: list[str]) -> None:
-    """Emit ``targets = combine(left, right)`` with the operation's region."""
-    region = op.regions[0]
-    for (name, kind), expr in zip(region.args, left + right, strict=False):
-        e.env[name] = Value(kind, expr)
+def _combine(e: FunctionEmitter, region: Region, left: list[Lane], right: list[Lane]) -> list[Lane]:
+    """The combined lanes, from the operation's region."""
+    for (name, kind), lane in zip(region.args, left + right, strict=True):
+        e.env[name] = Value(kind, lane)
     terminator = e.region(region)
     assert terminator is not None
-    results = [e.env[name].expr for name in terminator.operands]
-    for target, result in zip(targets, results, strict=False):
-        e.emit(f"{target} = {result};")
+    return [e.env[name].lane for name in terminator.operands]
+
+
+def vectorisable(region: Region) -> bool:
+    """Whether a region of scalar operations can be applied to vectors: not if it branches or calls."""
+    return all(is_lazy(op) or op.name.endswith(".return") for op in region.ops)
+
+
+class _Accumulators:
+    """Partial results: one variable of ``n`` lanes for each operand."""
+
+    def __init__(self, e: FunctionEmitter, types: list[str], n: int) -> None:
+        self.b, self.types, self.n = e.b, types, n
+        self.slots = [e.b.alloca(f"<{n} x {ty}>" if n else ty) for ty in types]
+
+    def get(self) -> list[Lane]:
+        return [self.b.get(slot, ty, self.n) for slot, ty in zip(self.slots, self.types, strict=True)]
+
+    def put(self, lanes: list[Lane]) -> None:
+        for slot, lane in zip(self.slots, lanes, strict=True):
+            self.b.put(slot, lane, self.n)
 
 
 @handles("tt.reduce")
 def reduce(e: FunctionEmitter, op: Op) -> None:
-    axis, sources = op.int_attr("axis"), e.args(op)
+    axis, sources, b, region = op.int_attr("axis"), e.args(op), e.b, op.regions[0]
     dims = sources[0].type.dims
     extent, rest = dims[axis], dims[:axis] + dims[axis + 1 :]
-    targets = [e.buffer(Type(source.type.elem, rest or (1,))) for source in sources]
+    kinds = [Type(source.type.elem, rest or (1,)) for source in sources]
+    types = [e.type_of(op, kind.elem) for kind in kinds]
+    targets = [e.buffer(kind) for kind in kinds] if rest else []
+    vectors = vectorisable(region)
+    scalars: list[Lane] = []
 
-    def at(index: Index, position: str) -> list[str]:
-        full = (*index[:axis], position, *index[axis:])
+    def at(index: Index, position: Lane) -> list[Lane]:
+        full = index.of(dims, [*index.items[:axis], position, *index.items[axis:]])
         return [e.element(source, full) for source in sources]
 
-    def row(index: Index) -> None:
-        """Reduce along the last axis, with several partial results where the extent allows."""
-        lanes = _LANES if extent % _LANES == 0 and extent >= 2 * _LANES else 1
-        partial = [e.fresh("r") for _ in sources]
-        lane, step, half = e.fresh("l"), e.fresh("k"), e.fresh("h")
-        for name, source in zip(partial, sources, strict=False):
-            e.emit(f"{cpp_type(source.type.elem)} {name}[{lanes}];")
-        with e.loop(lane, 0, lanes):
-            for name, value in zip(partial, at(index, lane), strict=False):
-                e.emit(f"{name}[{lane}] = {value};")
-        accs = [f"{name}[{lane}]" for name in partial]
-        with e.loop(step, lanes, extent, f"+= {lanes}"):
-            with e.loop(lane, 0, lanes, vectorise=lanes > 1):
-                _combine(e, op, accs, at(index, f"({step} + {lane})"), accs)
-        if lanes > 1:
-            with e.braces(f"for (int {half} = {lanes // 2}; {half} > 0; {half} /= 2)"):
-                with e.braces(f"for (int {lane} = 0; {lane} < {half}; ++{lane})"):
-                    _combine(e, op, accs, [f"{name}[{lane} + {half}]" for name in partial], accs)
-        for target, name in zip(targets, partial, strict=False):
-            e.emit(f"{target.buf}[{linear(rest, index)}] = {name}[0];")
+    def done(index: Index, lanes: list[Lane]) -> None:
+        scalars[:] = lanes
+        for target, lane in zip(targets, lanes, strict=False):
+            assert target.buf is not None
+            e.poke(target.type, target.buf, index, lane)
 
-    def first(index: Index) -> None:
-        for target, value in zip(targets, at(index, "0"), strict=False):
-            e.emit(f"{target.buf}[{linear(rest, index)}] = {value};")
-
-    if axis == len(dims) - 1:
-        e.loops(rest, row, vectorise=False)
-    else:
-        e.loops(rest, first)
-        step = e.fresh("k")
-
-        def more(index: Index) -> None:
-            accs = [f"{target.buf}[{linear(rest, index)}]" for target in targets]
-            _combine(e, op, accs, at(index, step), accs)
-
-        with e.braces(""), e.base_level(), e.loop(step, 1, extent):
-            e.loops(rest, more)
+    rows = Type("i1", rest).numel if rest else 1
+    along = axis == len(dims) - 1 and not (extent < e.lanes and rows >= e.lanes)
+    with e.loops(rest, vectorise=vectors and not along) as index:
+        if along and vectors:  # several partial results, combined at the end
+            width = min(extent, e.lanes * (4 if len(sources) == 1 and extent >= 8 * e.lanes else 1))
+            accs = _Accumulators(e, types, width if width > 1 else 0)
+            step = lambda k: b.affine(k, constant("i64", 1), width) if width > 1 else k  # noqa: E731
+        else:
+            width, accs, step = 1, _Accumulators(e, types, index.n), lambda k: k
+        accs.put(at(index, step(constant("i64", 0))))
+        if extent > width:
+            with b.loop(width, Lane("i64", str(extent), c=extent), width) as k:
+                accs.put(_combine(e, region, accs.get(), at(index, step(k))))
+        result = accs.get()
+        while width > 1:
+            width //= 2
+            low, high = ([b.shuffle(lane, [*range(start, start + width)]) for lane in result] for start in (0, width))
+            result = _combine(e, region, low, high)
+        done(index, [b.extract(lane, 0) for lane in result] if along else result)
     if rest:
         e.bind(op, *targets)
     else:
-        e.bind(op, *(e.scalar(Type(target.type.elem), f"{target.buf}[0]") for target in targets))
+        e.bind(op, *(Value(Type(kind.elem), lane) for kind, lane in zip(kinds, scalars, strict=True)))
 
 
 @handles("tt.scan")
 def scan(e: FunctionEmitter, op: Op) -> None:
-    axis, sources = op.int_attr("axis"), e.args(op)
+    axis, sources, b, region = op.int_attr("axis"), e.args(op), e.b, op.regions[0]
     dims = sources[0].type.dims
     extent, rest = dims[axis], dims[:axis] + dims[axis + 1 :]
-    targets = [e.buffer(source.type) for source in sources]
-    reverse = op.flag("reverse")
+    targets, reverse = [e.buffer(source.type) for source in sources], op.flag("reverse")
+    types = [e.type_of(op, source.type.elem) for source in sources]
 
-    def place(index: Index, position: str) -> Index:
-        position = f"({extent - 1} - {position})" if reverse else position
-        return (*index[:axis], position, *index[axis:])
+    def place(index: Index, position: Lane) -> Index:
+        position = b.sub(constant("i64", extent - 1), position) if reverse else position
+        return index.of(dims, [*index.items[:axis], position, *index.items[axis:]])
 
-    def read(index: Index, position: str) -> list[str]:
-        return [e.element(source, place(index, position)) for source in sources]
+    def step(index: Index, position: Lane, accs: _Accumulators, first: bool) -> None:
+        where = place(index, position)
+        lanes = [_full(e, source, where) for source in sources]
+        lanes = [b.solid(lane, index.n) for lane in lanes]
+        if not first:
+            lanes = _combine(e, region, accs.get(), lanes)
+        accs.put(lanes)
+        for target, lane in zip(targets, lanes, strict=True):
+            assert target.buf is not None
+            e.poke(target.type, target.buf, where, lane)
 
-    def stored(index: Index, position: str) -> list[str]:
-        return [f"{target.buf}[{linear(dims, place(index, position))}]" for target in targets]
+    with e.loops(rest, vectorise=axis != len(dims) - 1 and vectorisable(region)) as index:
+        accs = _Accumulators(e, types, index.n)
+        step(index, constant("i64", 0), accs, True)
+        if extent > 1:
+            with b.loop(1, Lane("i64", str(extent), c=extent)) as position:
+                step(index, position, accs, False)
+    e.bind(op, *targets)
 
-    def row(index: Index) -> None:
-        accs = [e.fresh("r") for _ in sources]
-        step = e.fresh("k")
-        for acc, source, value, out in zip(accs, sources, read(index, "0"), stored(index, "0"), strict=False):
-            e.emit(f"{cpp_type(source.type.elem)} {acc} = {value};")
-            e.emit(f"{out} = {acc};")
-        with e.loop(step, 1, extent):
-            _combine(e, op, accs, read(index, step), accs)
-            for out, acc in zip(stored(index, step), accs, strict=False):
-                e.emit(f"{out} = {acc};")
 
-    def first(index: Index) -> None:
-        for out, value in zip(stored(index, "0"), read(index, "0"), strict=False):
-            e.emit(f"{out} = {value};")
+@handles("tt.map_elementwise")
+def map_elementwise(e: FunctionEmitter, op: Op) -> None:
+    """A scalar function of the user, with control flow, applied to ``pack`` consecutive elements at a time."""
+    sources, pack, b, region = e.args(op), op.int_attr("pack", 1), e.b, op.regions[0]
+    targets = [e.buffer(kind) for kind in op.outs]
+    dims = op.outs[0].dims
 
-    if axis == len(dims) - 1:
-        e.loops(rest, row, vectorise=False)
-    else:
-        e.loops(rest, first)
-        step = e.fresh("k")
-        body = lambda index: _combine(  # noqa: E731
-            e, op, stored(index, f"({step} - 1)"), read(index, step), stored(index, step)
-        )
-        with e.braces(""), e.base_level(), e.loop(step, 1, extent):
-            e.loops(rest, body)
+    @contextmanager
+    def packs():
+        with b.scope(), b.loop(0, Lane("i64", str(op.outs[0].numel), c=op.outs[0].numel), pack) as start:
+            yield [Index(b, dims, lin=b.add(start, constant("i64", k))) for k in range(pack)]
+
+    with packs() as places:
+        lanes = [e.element(source, place) for source in sources for place in places]
+        for (name, kind), lane in zip(region.args, lanes, strict=True):
+            e.env[name] = Value(kind, lane)
+        with e.nested():
+            terminator = e.region(region)
+        assert terminator is not None
+        for position, name in enumerate(terminator.operands):
+            target = targets[position // pack]
+            assert target.buf is not None
+            e.poke(target.type, target.buf, places[position % pack], e.env[name].lane)
     e.bind(op, *targets)

@@ -1,104 +1,114 @@
-"""The C++ compiler, the runtime library and the loading of kernels."""
+"""From LLVM IR text to a loaded library, with nothing but what is in Triton's wheel: its LLVM and its linker (lld)."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-import fcntl
 import functools
 import hashlib
 import os
-import platform
-import shlex
-import shutil
-import subprocess
+import re
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+from .target import Target, host
 
 _HERE = Path(__file__).parent
-_FLAGS = (
-    "-O3 -march=native -std=c++17 -shared -fPIC -fno-strict-aliasing -fno-math-errno -fno-trapping-math "
-    "-mprefer-vector-width=512 -w"
-)
 _SEAL = b"ttd-cpu-kernel\0"
 _DIGEST_BYTES = 32
 
 
 @functools.cache
-def compiler() -> str:
-    """Path of the C++ compiler: ``$CXX`` or ``g++``. Raises RuntimeError if there is none."""
-    name = os.environ.get("CXX") or "g++"
-    path = shutil.which(name)
-    if path is None:
-        raise RuntimeError(
-            f"Triton backend cpu: C++ compiler {name!r} not found. Install g++ (Debian and Ubuntu: apt install g++), "
-            "or name a GCC-compatible compiler in the environment variable CXX."
-        )
-    return path
-
-
-@functools.cache
-def flags() -> tuple[str, ...]:
-    names = shlex.split(_FLAGS)
-    if platform.machine() not in ("x86_64", "AMD64"):
-        names.remove("-mprefer-vector-width=512")
-    return tuple(names)
-
-
-def _cpu_features() -> str:
-    """What ``-march=native`` depends on."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    wanted = ("model name", "flags", "Features", "CPU part", "CPU implementer")
-    return "\n".join(dict.fromkeys(line for line in lines if line.startswith(wanted)))
-
-
-@functools.cache
 def backend_key() -> str:
-    """Changes whenever the same TTIR could compile to another binary: sources, compiler, flags, processor."""
-    digest = hashlib.sha256()
-    for path in sorted([*_HERE.glob("*.py"), *(_HERE / "native").iterdir()]):
+    """Changes whenever the same TTIR could compile to another binary: our sources, the processor (Triton adds its own version)."""
+    digest = hashlib.sha256(repr(host()).encode())
+    for path in sorted([*_HERE.glob("*.py"), *_HERE.glob("*.ll")]):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-    version = subprocess.run([compiler(), "--version"], capture_output=True, text=True, check=False).stdout
-    for part in (version, " ".join(flags()), platform.machine(), _cpu_features()):
-        digest.update(part.encode() + b"\0")
     return f"torch_triton_dist-cpu-{digest.hexdigest()}"
 
 
-def compile_shared_object(source: str, *, what: str, extra_flags: Sequence[str] = ()) -> bytes:
-    """Compile C++ to a shared object. Raises RuntimeError with the compiler's messages if it fails."""
-    with tempfile.TemporaryDirectory(prefix="ttd_cpu_") as folder:
-        target = os.path.join(folder, "kernel.so")
-        command = [compiler(), *flags(), *extra_flags, "-x", "c++", "-", "-o", target]
-        result = subprocess.run(command, input=source, capture_output=True, text=True, check=False)
-        if result.returncode != 0:
-            raise RuntimeError(
-                f"Triton backend cpu: the C++ compiler failed on {what} (exit status {result.returncode})\n"
-                f"command: {shlex.join(command)}\n{result.stderr[:4000]}"
-            )
-        return Path(target).read_bytes()
+@functools.cache
+def _llvm() -> Any:
+    from triton._C.libtriton import llvm
+
+    llvm.init_targets()
+    return llvm
 
 
-def compile_kernel(source: str, name: str, extra_flags: Sequence[str] = ()) -> bytes:
-    """Sealed shared object of a kernel. Processes that want the same one at the same time (the ranks of a job) compile it once:
-    the first takes a lock in Triton's cache, the others wait for what it leaves there."""
-    from triton import knobs
-    from triton.runtime.cache import get_cache_manager
+@contextlib.contextmanager
+def _scratch(suffix: str, data: bytes | None = None) -> Iterator[str]:
+    """Path of a temporary file, on a file system in memory where there is one."""
+    folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    handle, path = tempfile.mkstemp(prefix="ttd_cpu_", suffix=suffix, dir=folder)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data or b"")
+        yield path
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
 
-    key = hashlib.sha256("\0".join((backend_key(), *extra_flags, source)).encode()).hexdigest()
-    manager = get_cache_manager(key)
-    locks = os.path.join(knobs.cache.dir, "cpu_locks")  # they stay: removing one would race with the next process that opens it
-    os.makedirs(locks, exist_ok=True)
-    with open(os.path.join(locks, key), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file is closed, also by the end of the process
-        path = manager.get_file("kernel.so")
-        sealed = Path(path).read_bytes() if path is not None and not knobs.compilation.always_compile else b""
-        if unseal(sealed) is None:
-            sealed = seal(compile_shared_object(source, what=f"kernel {name}", extra_flags=extra_flags))
-            manager.put(sealed, "kernel.so")
-    return sealed
+
+# libtriton parses LLVM IR only to link it into a module, and makes modules only from MLIR. So a module that exports the wanted
+# functions and calls the functions of the text makes the text a part of itself. (What is linked in becomes internal to it.)
+def _wrapper(triple: str, exports: dict[str, str], attributes: str) -> str:
+    lines = [f'module attributes {{llvm.target_triple = "{triple}"}} {{']
+    for name, signature in exports.items():
+        result, *args = signature.split()
+        types = ", ".join(f"!llvm.{arg}" if arg == "ptr" else arg for arg in args)
+        params = ", ".join(f"%a{k}: {'!llvm.ptr' if arg == 'ptr' else arg}" for k, arg in enumerate(args))
+        names = ", ".join(f"%a{k}" for k in range(len(args)))
+        out = "" if result == "void" else f" -> {'!llvm.ptr' if result == 'ptr' else result}"
+        kind = "()" if result == "void" else "!llvm.ptr" if result == "ptr" else result
+        lines.append(f"  llvm.func @{name}_impl({types}){out}")
+        lines.append(f"  llvm.func @{name}({params}){out}{attributes} {{")
+        call = f"llvm.call @{name}_impl({names}) : ({types}) -> {kind}"
+        lines.append(f"    {call}" if result == "void" else f"    %r = {call}")
+        lines.append("    llvm.return" if result == "void" else f"    llvm.return %r : {'!llvm.ptr' if result == 'ptr' else result}")
+        lines.append("  }")
+    return "\n".join([*lines, "}"]) + "\n"
+
+
+def optimise(source: str, exports: dict[str, str], target: Target) -> str:
+    """Optimised LLVM IR. ``exports`` maps the functions of the text that the result is to export to their signatures (result and
+    parameters, such as ``ptr ptr i64``). Raises RuntimeError if the text is not valid."""
+    from triton._C.libtriton import ir, nvidia
+
+    llvm = _llvm()
+    context = ir.context()
+    ir.load_dialects(context)
+    nvidia.load_dialects(context)  # for the llvm dialect
+    passthrough = ", ".join(f"[{pair.replace('=', ', ')}]" for pair in target.attributes.split())
+    attributes = f" attributes {{passthrough = [{passthrough}]}}" if passthrough else ""
+    with _scratch(".mlir", _wrapper(target.triple, exports, attributes).encode()) as path:
+        wrapper = ir.parse_mlir_module(path, context)
+    module = llvm.to_module(wrapper, llvm.context())
+    source = re.sub(rf"@({'|'.join(exports)})\b", r"@\1_impl", source)
+    llvm.attach_datalayout(module, target.triple, target.cpu, target.features)
+    with _scratch(".ll", source.encode()) as path:
+        try:
+            llvm.link_extern_libs(module, [path])
+        except ValueError as error:
+            raise RuntimeError(f"Triton backend cpu: internal error, LLVM rejects the emitted code ({error}):\n{source}") from None
+    llvm.optimize_module(module, llvm.OPTIMIZE_O3, target.cpu, target.features, [], True)
+    return str(module)
+
+
+def assemble(source: str, target: Target, fuse: bool = True) -> str:
+    """Assembly of optimised LLVM IR. ``fuse``: multiplications and additions may become fused ones."""
+    return _llvm().translate_to_asm(source, target.triple, target.cpu, target.features, [], fuse, False)
+
+
+def build(source: str, target: Target, fuse: bool = True) -> bytes:
+    """Shared object of optimised LLVM IR."""
+    from triton._C.libtriton import amd
+
+    binary = _llvm().translate_to_asm(source, target.triple, target.cpu, target.features, [], fuse, True)
+    with _scratch(".o", bytes(binary)) as path, _scratch(".so") as result:
+        amd.link_hsaco(path, result)  # lld, which goes by the object's machine
+        return Path(result).read_bytes()
 
 
 def seal(binary: bytes) -> bytes:
@@ -115,47 +125,18 @@ def unseal(sealed: bytes) -> bytes | None:
     return binary if hashlib.sha256(binary).digest() == sealed[end : end + _DIGEST_BYTES] else None
 
 
-def _load(binary: bytes, name: str) -> ctypes.CDLL:
+def load(binary: bytes, mode: int = ctypes.RTLD_LOCAL) -> ctypes.PyDLL:
     """dlopen() bytes. The file needs a path that was never used before (the loader goes by it) but only until it is mapped."""
-    from triton import knobs
-
-    os.makedirs(knobs.cache.dir, exist_ok=True)
-    handle, path = tempfile.mkstemp(prefix=f".ttd_{name[:60]}_", suffix=".so", dir=knobs.cache.dir)
+    with _scratch(".so", binary) as path:
+        try:
+            return ctypes.PyDLL(path, mode=mode)
+        except OSError:
+            if not path.startswith("/dev/shm"):
+                raise
+    handle, path = tempfile.mkstemp(prefix="ttd_cpu_", suffix=".so")  # /dev/shm may be mounted noexec
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(binary)
-        return ctypes.CDLL(path)
+        return ctypes.PyDLL(path, mode=mode)
     finally:
         os.unlink(path)
-
-
-@functools.cache
-def runtime_library() -> ctypes.CDLL:
-    """The runtime library, built once and kept in Triton's cache. A damaged copy is built again."""
-    from triton.runtime.cache import get_cache_manager
-
-    name = "ttd_cpu_runtime.so"
-    manager = get_cache_manager(hashlib.sha256(f"{backend_key()}-runtime".encode()).hexdigest())
-    path = manager.get_file(name)
-    binary = unseal(Path(path).read_bytes()) if path is not None else None
-    if binary is None:
-        source = (_HERE / "native" / "runtime.cpp").read_text()
-        binary = compile_shared_object(source, what="the runtime library", extra_flags=("-pthread",))
-        manager.put(seal(binary), name)  # atomic: a temporary file and os.replace
-    return _load(binary, "runtime")
-
-
-def load_kernel(name: str, sealed: bytes) -> ctypes.CDLL:
-    """Load a compiled kernel and bind it to the runtime library. Raises RuntimeError if its cache entry is damaged."""
-    binary = unseal(sealed)
-    if binary is None:
-        from triton import knobs
-
-        raise RuntimeError(
-            f"Triton backend cpu: the cached binary of kernel {name} is damaged; remove Triton's cache ({knobs.cache.dir}) "
-            "or set TRITON_ALWAYS_COMPILE=1"
-        )
-    library = _load(binary, name)
-    table = ctypes.addressof(ctypes.c_char.in_dll(runtime_library(), "ttd_runtime_table"))
-    ctypes.c_void_p.in_dll(library, "ttd_runtime").value = table
-    return library

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 BITS = {"i1": 1, "i8": 8, "i16": 16, "i32": 32, "i64": 64, "half": 16, "float": 32, "double": 64, "ptr": 64}
+UNROLLED = 4  # loops of more iterations stay loops: unrolled ones cost more time to compile than they save
 FLOATS = frozenset(["half", "float", "double"])
 
 
@@ -396,7 +397,8 @@ class Builder:
         advanced, go_on = self.fresh(), self.fresh()
         self.emit(f"{advanced} = add nuw nsw i64 {variable}, {step}")
         self.emit(f"{go_on} = icmp slt i64 {advanced}, {last.s}")
-        self.emit(f"br i1 {go_on}, label {head}, label {done}")
+        keep = isinstance(start, Lane) or isinstance(stop, Lane) or (stop - start) // step > UNROLLED
+        self.emit(f"br i1 {go_on}, label {head}, label {done}{', !llvm.loop !0' if keep else ''}")
         self.levels.pop()
         self.cur = depth
         self.emit(f"br label {head}")
@@ -405,6 +407,13 @@ class Builder:
         self.label(done)
 
     # ---- memory
+
+    def prefetch(self, pointer: Lane, step: Lane) -> None:
+        """Fetch what lies ``step`` bytes behind a contiguous access into the cache."""
+        if pointer.n and pointer.base is not None and pointer.contiguous:
+            ahead = self.addptr(pointer.base, step, 1)
+            self.declares.add("declare void @llvm.prefetch.p0(ptr, i32, i32, i32)")
+            self.emit(f"call void @llvm.prefetch.p0(ptr {ahead.s}, i32 0, i32 2, i32 1)")
 
     def load(self, ty: str, pointer: Lane, mask: Lane | None = None, other: Lane | None = None, volatile: bool = False) -> Lane:
         """Load elements. Addresses that ``mask`` excludes are not touched; they yield ``other`` (default 0)."""

@@ -109,11 +109,10 @@ class CPUBackend(BaseBackend):
     def add_stages(self, stages: dict[str, Any], options: CPUOptions, language: Any = None) -> None:
         if getattr(language, "name", "TRITON") != "TRITON":
             raise RuntimeError("Triton backend cpu: Gluon kernels are tied to GPU layouts and cannot be compiled for a CPU")
-        optimised: list[str] = []  # what the last two stages both start from
         stages["ttir"] = lambda mod, metadata: self.make_ttir(mod, metadata)
         stages["llir"] = lambda mod, metadata: self.make_llir(mod, metadata)
-        stages["asm"] = lambda source, metadata: self.make_asm(source, options, optimised)
-        stages["so"] = lambda source, metadata: self.make_so(options, optimised)
+        stages["asm"] = lambda source, metadata: self.make_asm(source, options)
+        stages["so"] = lambda source, metadata: self.make_so(source)
 
     def make_ttir(self, mod: Any, metadata: dict[str, Any]) -> Any:
         """Inline calls, rewrite block pointers and tensor descriptors to plain pointers, clean up."""
@@ -149,17 +148,14 @@ class CPUBackend(BaseBackend):
         metadata["libraries"] = kernel.libraries
         return optimise(kernel.source, {"ttd_programs": "ptr ptr i64 i64 ptr"}, target)
 
-    def make_asm(self, source: str, options: CPUOptions, optimised: list[str]) -> str:
+    def make_asm(self, source: str, options: CPUOptions) -> str:
         from .target import host
         from .toolchain import assemble
 
-        optimised[:] = [source]
         return assemble(source, host(), options.enable_fp_fusion)
 
-    def make_so(self, options: CPUOptions, optimised: list[str]) -> bytes:
+    def make_so(self, source: str) -> bytes:
         from .target import host
         from .toolchain import build, seal
 
-        if not optimised:
-            raise RuntimeError("Triton backend cpu: assembly cannot be compiled; start from ttir or llir")
-        return seal(build(optimised[0], host(), options.enable_fp_fusion))
+        return seal(build(source, host()))

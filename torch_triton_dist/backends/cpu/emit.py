@@ -25,6 +25,7 @@ LLVM_TYPES = {
     "f64": "double", "f8E4M3FN": "i8", "f8E5M2": "i8",
 }  # fmt: skip
 _ALIGN = 64
+_STAGGER = 9 * 64
 _SMALL = 256  # bytes up to which a buffer lives on the stack, where LLVM may turn it into registers
 
 
@@ -107,10 +108,11 @@ class Value:
     the address of its buffer if it has one).
 
     ``deps`` are the buffers that the value reads when it is evaluated, each with whether element i reads only element i of it.
-    ``owner`` is the scope that may overwrite ``buf`` because nothing else refers to it.
+    ``owner`` is the scope that may overwrite ``buf`` because nothing else refers to it. ``advance`` is set for pointers that a loop
+    advances: the bytes they move in each iteration.
     """
 
-    __slots__ = ("at", "buf", "cheap", "deps", "owner", "scalar", "type")
+    __slots__ = ("advance", "at", "buf", "cheap", "deps", "owner", "scalar", "type")
 
     def __init__(
         self,
@@ -125,6 +127,7 @@ class Value:
     ) -> None:
         self.type, self.scalar, self.buf, self.owner, self.cheap = type, scalar, buf, owner, cheap
         self.deps = frozenset(deps)
+        self.advance: Lane | None = None
         self.at = at if at is not None else self._no_elements
 
     def _no_elements(self, index: Index) -> Lane:
@@ -215,7 +218,10 @@ class FunctionEmitter:
         if size <= _SMALL:
             return self.over(kind, self.b.alloca("i8", size, _ALIGN), self.scope)
         name = self.b.fresh("b")
-        offset, self.arena_top = self.arena_top, (self.arena_top + size + _ALIGN - 1) // _ALIGN * _ALIGN
+        offset = self.arena_top
+        self.arena_top = (offset + size + _ALIGN - 1) // _ALIGN * _ALIGN
+        if size >= 4096:  # large buffers must not all begin at one place of the first-level cache
+            self.arena_top += _STAGGER
         self.arena_size = max(self.arena_size, self.arena_top)
         self.b.entry.append(f"  {name} = getelementptr inbounds i8, ptr %arena, i64 {offset}")
         return self.over(kind, name, self.scope)
@@ -512,6 +518,7 @@ class ModuleEmitter:
         body = _ENTRY.format(loads="\n".join(loads), call=", ".join(["ptr %arena", *values]), name=self.symbol(entry.name))
         arrays = [f"{name} = internal unnamed_addr constant {text}, align 64" for text, name in self.globals.items()]
         parts = [*arrays, *sorted(self.declares), *self.helpers.values(), *self.definitions, body]
+        parts.append('!0 = distinct !{!0, !1}\n!1 = !{!"llvm.loop.unroll.disable"}')
         parts.append(f"attributes #0 = {{ nounwind {self.target.attributes} }}")
         types = ["ptr" if kind.is_pointer else kind.elem for _, kind in entry.body.args]
         return Kernel(entry.name, types, "\n\n".join(parts) + "\n", arena, self.libraries)

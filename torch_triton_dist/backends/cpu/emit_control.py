@@ -103,9 +103,12 @@ def for_(e: FunctionEmitter, op: Op) -> None:
     b.label(body)
 
     def bind_offsets(names: list[str]) -> None:
-        for position, (slot, _) in offsets.items():
-            initial = e.env[op.operands[3 + position]]
-            e.env[names[position]] = _advancing(e, op.outs[position], initial, b.get(slot, "i64"))
+        for position, (slot, (_, amount)) in offsets.items():
+            initial, kind = e.env[op.operands[3 + position]], op.outs[position]
+            value = _advancing(e, kind, initial, b.get(slot, "i64"))
+            if kind.is_pointer and isinstance(amount, Lane):
+                value.advance = b.mul(b.cast("sext", amount, "i64"), constant("i64", _pointee_size(kind)))
+            e.env[names[position]] = value
 
     with e.nested():
         e.env[induction_name] = Value(induction_type, induction)

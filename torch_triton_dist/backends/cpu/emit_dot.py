@@ -31,7 +31,15 @@ def _kernel(module: ModuleEmitter, m: int, n: int, k: int, ty: str) -> str:
 def _text(module: ModuleEmitter, name: str, m: int, n: int, k: int, ty: str, size: int, lanes: int, columns: int, rows: int) -> str:
     """Tiles of ``rows`` x (``columns`` * ``lanes``) stay in registers over the whole of k. They start from zero and are added to c
     at the end: a chain of k additions for each block, not one over the whole depth of the matmul, whose rounding would grow."""
-    vector = f"<{lanes} x {ty}>"
+    vector, width = f"<{lanes} x {ty}>", lanes * columns
+    packed = m > rows and n > width  # the panel of b is read several times, and its rows are apart
+    pitch = width if packed else n
+    copy: list[str] = []
+    for j in range(columns):
+        copy.append(f"  %qs{j} = getelementptr i8, ptr %from, i64 {j * lanes * size}")
+        copy.append(f"  %qd{j} = getelementptr i8, ptr %to, i64 {j * lanes * size}")
+        copy.append(f"  %q{j} = load {vector}, ptr %qs{j}, align {size}")
+        copy.append(f"  store {vector} %q{j}, ptr %qd{j}, align {lanes * size}")
     tile = [(i, j) for i in range(rows) for j in range(columns)]
     body: list[str] = []
     for j in range(columns):
@@ -64,13 +72,27 @@ def _text(module: ModuleEmitter, name: str, m: int, n: int, k: int, ty: str, siz
     lines = [
         f"define internal void {name}(ptr noalias %a, ptr noalias %b, ptr noalias %c) noinline #0 {{",
         "entry:",
+        f"  %panel = alloca [{k * width if packed else 1} x {ty}], align 64",
         "  br label %columns",
         "columns:",
         "  %j = phi i64 [ 0, %entry ], [ %jn, %rowsdone ]",
-        f"  %bpanel = getelementptr {ty}, ptr %b, i64 %j",
+        f"  %bcolumns = getelementptr {ty}, ptr %b, i64 %j",
+        f"  br label %{'pack' if packed else 'rows'}",
+        "pack:",
+        "  %p = phi i64 [ 0, %columns ], [ %pn, %pack ]",
+        f"  %pfrom = mul i64 %p, {n}",
+        f"  %pto = mul i64 %p, {width}",
+        f"  %from = getelementptr {ty}, ptr %bcolumns, i64 %pfrom",
+        f"  %to = getelementptr {ty}, ptr %panel, i64 %pto",
+        *copy,
+        "  %pn = add nuw nsw i64 %p, 1",
+        f"  %pc = icmp slt i64 %pn, {k}",
+        "  br i1 %pc, label %pack, label %rows",
+        "rows:",
+        f"  %bpanel = select i1 {'true' if packed else 'false'}, ptr %panel, ptr %bcolumns",
         "  br label %tile",
         "tile:",
-        "  %i = phi i64 [ 0, %columns ], [ %in, %tiledone ]",
+        "  %i = phi i64 [ 0, %rows ], [ %in, %tiledone ]",
         f"  %ai = mul i64 %i, {k}",
         f"  %arow = getelementptr {ty}, ptr %a, i64 %ai",
         f"  %ci = mul i64 %i, {n}",
@@ -80,7 +102,7 @@ def _text(module: ModuleEmitter, name: str, m: int, n: int, k: int, ty: str, siz
         "inner:",
         "  %k = phi i64 [ 0, %tile ], [ %kn, %inner ]",
         *phis,
-        f"  %bk = mul i64 %k, {n}",
+        f"  %bk = mul i64 %k, {pitch}",
         f"  %brow = getelementptr {ty}, ptr %bpanel, i64 %bk",
         f"  %acol = getelementptr {ty}, ptr %arow, i64 %k",
         *body,

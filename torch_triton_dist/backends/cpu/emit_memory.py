@@ -26,6 +26,8 @@ def load(e: FunctionEmitter, op: Op) -> None:
     def value(index: Index) -> Lane:
         pointer, mask, other = [*(e.element(operand, index) for operand in operands), None, None][:3]
         assert pointer is not None
+        if operands[0].advance is not None:
+            e.b.prefetch(pointer, operands[0].advance)
         return e.b.load(ty, pointer, mask, other, volatile=volatile)
 
     e.bind(op, e.compute(kind, value, pointer=operands[0]))

@@ -42,7 +42,7 @@ def _build() -> bytes:
     if binary is None:
         pause = "pause" if platform.machine() in ("x86_64", "AMD64") else "yield"
         source = (Path(__file__).parent / "runtime.ll").read_text().replace("PAUSE", pause)
-        binary = toolchain.build(toolchain.optimise(source, _EXPORTS, host()), host())
+        binary = toolchain.build(toolchain.assemble(toolchain.optimise(source, _EXPORTS, host()), host()), host())
         manager.put(toolchain.seal(binary), name)  # atomic: a temporary file and os.replace
     return binary
 

@@ -92,7 +92,7 @@ def optimise(source: str, exports: dict[str, str], target: Target) -> str:
             llvm.link_extern_libs(module, [path])
         except ValueError as error:
             raise RuntimeError(f"Triton backend cpu: internal error, LLVM rejects the emitted code ({error}):\n{source}") from None
-    llvm.optimize_module(module, llvm.OPTIMIZE_O3, target.cpu, target.features, [], True)
+    llvm.optimize_module(module, llvm.OPTIMIZE_O1, target.cpu, target.features, [], True)
     return str(module)
 
 
@@ -101,14 +101,20 @@ def assemble(source: str, target: Target, fuse: bool = True) -> str:
     return _llvm().translate_to_asm(source, target.triple, target.cpu, target.features, [], fuse, False)
 
 
-def build(source: str, target: Target, fuse: bool = True) -> bytes:
-    """Shared object of optimised LLVM IR."""
+def build(assembly: str, target: Target) -> bytes:
+    """Shared object of assembly, which LLVM assembles as a module that consists of nothing else."""
     from triton._C.libtriton import amd
 
-    binary = _llvm().translate_to_asm(source, target.triple, target.cpu, target.features, [], fuse, True)
+    lines = "\n".join(f'module asm "{_escape(line)}"' for line in assembly.splitlines())
+    source = f'target triple = "{target.triple}"\n{lines}\n'
+    binary = _llvm().translate_to_asm(source, target.triple, target.cpu, target.features, [], False, True)
     with _scratch(".o", bytes(binary)) as path, _scratch(".so") as result:
         amd.link_hsaco(path, result)  # lld, which goes by the object's machine
         return Path(result).read_bytes()
+
+
+def _escape(text: str) -> str:
+    return text.replace("\\", "\\5C").replace('"', "\\22")
 
 
 def seal(binary: bytes) -> bytes:

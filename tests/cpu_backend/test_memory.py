@@ -210,3 +210,19 @@ def test_pool_works_after_fork():
         _masked_copy[(64,)](src, dst, 4096, BLOCK=64, OTHER=0.0)
         os._exit(0 if torch.equal(src, dst) else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+@triton.jit
+def _shift_in_place(p, q, n, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    tl.store(q + i, tl.load(p + i, i < n, 0.0) * 2, i < n)
+
+
+@pytest.mark.parametrize("shift", [-70, -16, -1, 0, 1, 5, 64, 300])
+def test_loads_see_memory_before_a_store_that_overlaps(shift):
+    """A load may run in the loop of the store that uses it, but only where the two do not overlap."""
+    memory = torch.randn(1024)
+    expected = memory.clone()
+    expected[400 + shift : 600 + shift] = 2 * memory[400:600]
+    _shift_in_place[(1,)](memory[400:], memory[400 + shift :], 200, BLOCK=256)
+    torch.testing.assert_close(memory, expected, rtol=0, atol=0)

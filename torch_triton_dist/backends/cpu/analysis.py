@@ -75,9 +75,11 @@ def op_cost(op: Op) -> int:
 class Facts:
     """``uses``: uses of each SSA value. ``address``: values that only index memory, where signed overflow may be assumed absent
     (which lets the C++ compiler see contiguous accesses). ``shared``: lazy values worth computing once into a buffer, because
-    several loops would otherwise compute them again."""
+    several loops would otherwise compute them again. ``streams``: results of loads that only one later store uses, mapped to that
+    store's line: they can be loaded in its loop."""
 
     uses: Counter[str] = field(default_factory=Counter)
+    streams: dict[str, int] = field(default_factory=dict)
     address: set[str] = field(default_factory=set)
     shared: set[str] = field(default_factory=set)
 
@@ -90,7 +92,47 @@ def analyse(function: Function) -> Facts:
     _collect(function.body, 0, facts, depth, users, order)
     _address_slice(function, facts)
     _shared(facts, depth, users, order)
+    _streams(function.body, facts, users)
     return facts
+
+
+_EFFECTS = ("tt.store", "tt.atomic", "tt.call", "tt.print", "tt.assert", "ttg.", "gpu.", "scf.", "cf.")
+
+
+def _streams(region: Region, facts: Facts, users: dict[str, list[tuple[Op, int]]]) -> None:
+    for block in region.blocks:
+        places = {id(op): position for position, op in enumerate(block.ops)}
+        for position, op in enumerate(block.ops):
+            for nested in op.regions:
+                _streams(nested, facts, users)
+            if op.name != "tt.load" or not op.outs or len(op.outs[0].dims) != 1 or op.flag("isVolatile"):
+                continue
+            store = _only_store(op, places, users)
+            if store is None:
+                continue
+            between = block.ops[position + 1 : places[id(store)]]
+            if not any(other.regions or other.name.startswith(_EFFECTS) for other in between):
+                facts.streams[op.results[0]] = store.line
+
+
+def _only_store(load: Op, places: dict[int, int], users: dict[str, list[tuple[Op, int]]]) -> Op | None:
+    """The store that all uses of a load lead to, through element-wise operations of the same block."""
+    found: Op | None = None
+    pending = [load.results[0]]
+    while pending:
+        name = pending.pop()
+        if not users[name]:
+            return None
+        for user, _ in users[name]:
+            if id(user) not in places or (user.operands[:1] == [name] and user.name == "tt.store"):
+                return None
+            if user.name == "tt.store" and found in (None, user):
+                found = user
+            elif is_lazy(user) and user.name not in SHAPE_OPS:
+                pending += user.results
+            else:
+                return None
+    return found
 
 
 def _collect(region: Region, level: int, facts: Facts, depth: dict, users: dict, order: list[Op]) -> None:

@@ -141,6 +141,16 @@ class Value:
 
 
 @dataclass
+class Stream:
+    """A load that waits for the store that uses it, see :attr:`.Facts.streams`. ``buf``: the buffer it was loaded into after all."""
+
+    kind: Type
+    pointer: Value
+    load: Callable[[Index], Lane] = lambda index: index.linear
+    buf: str | None = None
+
+
+@dataclass
 class Kernel:
     """An emitted module: ``param_types`` are the kernel's parameters, ``ptr`` or a scalar element type each; ``arena``: bytes of
     scratch memory that a program needs; ``libraries``: shared libraries that it calls."""
@@ -185,6 +195,7 @@ class FunctionEmitter:
         self.contiguous: dict[str, tuple[Lane, Lane]] = {}  # index buffers -> (flag: element i is element 0 plus i; element 0)
         self.assumed: frozenset[str] = frozenset()  # those for which the flag holds where we are
         self.probed: set[str] | None = None
+        self.streams: dict[int, list[Stream]] = {}  # by the line of the store
         self.hoist = len(function.body.blocks) > 1
         self.lanes = module.target.lanes
 
@@ -374,6 +385,22 @@ class FunctionEmitter:
             del level.lines[lines:]
             level.label = label
         return found
+
+    def stream(self, op: Op, stream: Stream) -> Value:
+        """The value of a load that is left to the store that uses it."""
+        self.streams.setdefault(self.facts.streams[op.results[0]], []).append(stream)
+        at = lambda index: stream.load(index) if stream.buf is None else self.peek(stream.kind, stream.buf, index)  # noqa: E731
+        return Value(stream.kind, at=at)
+
+    def is_contiguous(self, kind: Type, pointer: Value) -> bool:
+        """Whether the addresses of a one-dimensional access are known to be consecutive."""
+        state = [(len(level.lines), level.label) for level in self.b.levels]
+        with self.loops(kind.dims) as index:  # evaluated for its form only, then thrown away
+            lane = self.element(pointer, index)
+        for level, (lines, label) in zip(self.b.levels, state, strict=True):
+            del level.lines[lines:]
+            level.label = label
+        return lane.contiguous == size_of(pointer.type.pointee)
 
     def args(self, op: Op) -> list[Value]:
         return [self.env[name] for name in op.operands]

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 
 from .builder import BITS, Lane, constant
-from .emit import FunctionEmitter, Index, handles, is_float, llvm_type
+from .emit import FunctionEmitter, Index, Stream, Value, handles, is_float, llvm_type, size_of
 from .emit_elementwise import floating, widen
 from .ttir import Op, Type
 
@@ -28,26 +28,62 @@ def load(e: FunctionEmitter, op: Op) -> None:
         assert pointer is not None
         if operands[0].advance is not None:
             e.b.prefetch(pointer, operands[0].advance)
+        elif len(kind.dims) == 1:  # programs that follow each other mostly read memory that does
+            e.b.prefetch(pointer, constant("i64", kind.numel * BITS[ty] // 8))
         return e.b.load(ty, pointer, mask, other, volatile=volatile)
 
-    e.bind(op, e.compute(kind, value, pointer=operands[0]))
+    if op.results[0] in e.facts.streams:
+        e.bind(op, e.stream(op, Stream(kind, operands[0], value)))
+    else:
+        e.bind(op, e.compute(kind, value, pointer=operands[0]))
 
 
 @handles("tt.store")
 def store(e: FunctionEmitter, op: Op) -> None:
-    operands, kind = e.args(op), op.ins[0]
+    operands, kind, b = e.args(op), op.ins[0], e.b
     if kind.pointee.startswith("tensor<"):
         raise op.unsupported("block pointer that was not rewritten to plain pointers")
     e.type_of(op, kind.pointee)
 
     def write(index: Index) -> None:
         pointer, value, *mask = (e.element(operand, index) for operand in operands)
-        e.b.store(e.b.solid(value, index.n), pointer, *mask)
+        b.store(b.solid(value, index.n), pointer, *mask)
 
-    if kind.is_tensor:
-        e.access_loops(kind, operands[0], write)
-    else:
+    if not kind.is_tensor:
         write(e.index(()))
+        return
+    streams = e.streams.pop(op.line, [])
+    apart = _apart(e, kind, operands[0], streams)
+    if not apart.is_const(0):
+        with b.when(apart):
+            e.access_loops(kind, operands[0], write)
+    if not apart.is_const(1):
+        with b.when(b.logical_not(apart)):
+            for stream in streams:
+                stream.buf = e.compute(stream.kind, stream.load, pointer=stream.pointer).buf
+            e.access_loops(kind, operands[0], write)
+
+
+def _apart(e: FunctionEmitter, kind: Type, pointer: Value, streams: list[Stream]) -> Lane:
+    """Whether the loads of a store's operands may run in its loop: what they read is disjoint from what it writes, or the same
+    element by element. Looked at when the kernel runs; known to be false if the addresses are not contiguous."""
+    b, result = e.b, constant("i1", 1)
+    if not streams:
+        return result
+    if any(not e.is_contiguous(stream.kind, stream.pointer) for stream in [*streams, Stream(kind, pointer)]):
+        return constant("i1", 0)
+    first = e.index(kind.dims, [constant("i64", 0)])
+    target = b.cast("ptrtoint", e.element(pointer, first), "i64")
+    for stream in streams:
+        source = b.cast("ptrtoint", e.element(stream.pointer, first), "i64")
+        sizes = [size_of(each.pointee) for each in (kind, stream.pointer.type)]
+        span = kind.numel * max(sizes)
+        distance = b.binary("sub", source, target)
+        far = b.compare("icmp ugt", b.add(distance, constant("i64", span - 1)), constant("i64", 2 * span - 2))
+        if sizes[0] == sizes[1]:
+            far = b.binary("or", far, b.compare("icmp eq", distance, constant("i64", 0)))
+        result = b.binary("and", result, far) if result.c is None else far
+    return result
 
 
 def _atomic(e: FunctionEmitter, op: Op, update: Callable[..., Lane], mask: int) -> None:

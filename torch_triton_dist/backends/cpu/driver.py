@@ -6,6 +6,7 @@ Triton imports this module while ``import triton`` runs, so it imports torch onl
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,6 +17,16 @@ from triton.backends.driver import DriverBase
 
 def _flatten(value: Any) -> list[Any]:
     return [leaf for item in value for leaf in _flatten(item)] if isinstance(value, (tuple, list)) else [value]
+
+
+def _expand(descriptor: Any, flags: int) -> list[Any]:
+    """A tensor descriptor as the arguments of a kernel."""
+    extra = [descriptor.padding == "nan", getattr(descriptor, "round_f32_to_tf32", False)][:flags]
+    place = [*descriptor.shape, *descriptor.strides]
+    return [descriptor.base, *place, *extra, *place]
+
+
+_loading = threading.local()
 
 
 class CPULauncher:
@@ -29,9 +40,18 @@ class CPULauncher:
         signature = src.signature.values()
         kinds = _flatten(tuple(signature))
         self._nested = any(isinstance(kind, (tuple, list)) for kind in signature)
+        self._descriptors: dict[int, int] = {}  # position of a tensor descriptor -> how many flags follow its strides
+        ranks = {k: kind.count(",", kind.index("[")) + 1 for k, kind in enumerate(kinds) if kind.startswith("tensordesc")}
+        if ranks:  # passed as pointer, shape, strides, flags (their number depends on Triton's version), shape, strides
+            plain = sum(kind != "constexpr" for kind in kinds) - len(ranks)
+            flags = (len(metadata.params) - plain - sum(1 + 4 * rank for rank in ranks.values())) // len(ranks)
+            self._descriptors = dict.fromkeys(ranks, flags)
+            pieces = [["parameter"] * (1 + 4 * ranks[k] + flags) if k in ranks else [kind] for k, kind in enumerate(kinds)]
+            kinds = [kind for piece in pieces for kind in piece]
         self._keep = [position for position, kind in enumerate(kinds) if kind != "constexpr"]
         self._count, self._metadata = len(kinds), metadata
         self._launch: Any = None
+        _loading.metadata = metadata  # load_binary() comes next and is told less
         if len(self._keep) != len(metadata.params):
             raise RuntimeError(
                 f"Triton backend cpu: kernel {metadata.name} takes {len(metadata.params)} arguments, its signature has {len(self._keep)}"
@@ -46,6 +66,9 @@ class CPULauncher:
             self._launch = launcher(meta.name, function, meta.arena, meta.params, self._keep, self._count)
         if self._nested:
             args = (*args[:4], *_flatten(args[4:]))
+        if self._descriptors:
+            values = [_expand(arg, self._descriptors[k]) if k in self._descriptors else [arg] for k, arg in enumerate(args[4:])]
+            args = (*args[:4], *(item for value in values for item in value))
         self._launch(grid_x, grid_y, grid_z, stream, function, *args)
 
 
@@ -58,7 +81,7 @@ class CPUUtils:
 
         from .runtime import load_kernel
 
-        library = load_kernel(name, kernel)
+        library = load_kernel(name, kernel, getattr(_loading, "metadata", None))
         address = ctypes.cast(library.ttd_programs, ctypes.c_void_p).value
         assert address is not None
         return library, address, 0, 0, 1 << 30

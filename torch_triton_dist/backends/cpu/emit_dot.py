@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from .builder import Lane, constant
 from .emit import FunctionEmitter, Index, ModuleEmitter, Value, handles, llvm_type
 from .emit_elementwise import convert, widen
@@ -125,10 +127,10 @@ def _text(module: ModuleEmitter, name: str, m: int, n: int, k: int, ty: str, siz
     return "\n".join(lines)
 
 
-def product(e: FunctionEmitter, op: Op, a: Value, b: Value, acc: Value) -> None:
+def product(e: FunctionEmitter, op: Op, a: Value, b: Value, accumulator: str) -> None:
     """Bind ``acc + a @ b``. Operands are converted to the accumulator's type once; the accumulator is updated in place where
     nothing else needs it."""
-    kind = op.outs[0]
+    kind, acc = op.outs[0], e.env[accumulator]
     work = kind.elem if kind.elem in ("f64", "i32") else "f32"
     *batch, m, k = a.type.dims
     n = b.type.dims[-1]
@@ -142,7 +144,7 @@ def product(e: FunctionEmitter, op: Op, a: Value, b: Value, acc: Value) -> None:
         return operand.buf
 
     left, right = packed(a), packed(b)
-    if acc.type.elem == work and e.may_overwrite(op.operands[2], acc):
+    if acc.type.elem == work and e.may_overwrite(accumulator, acc):
         target = acc
     else:
         target = e.buffer(kind.with_elem(work))
@@ -165,7 +167,8 @@ def product(e: FunctionEmitter, op: Op, a: Value, b: Value, acc: Value) -> None:
 
 @handles("tt.dot")
 def dot(e: FunctionEmitter, op: Op) -> None:
-    product(e, op, *e.args(op)[:3])
+    a, b = e.args(op)[:2]
+    product(e, op, a, b, op.operands[2])
 
 
 # ---- scaled products (microscaling formats), by emulation: operands are expanded to float
@@ -201,8 +204,7 @@ def _expanded(e: FunctionEmitter, op: Op, operand: Value, scale: Value | None, f
 
     def scaled(index: Index) -> Lane:
         position = b.shift_mask(b.solid(index.items[k_axis]), shift, (1 << 62) - 1)
-        other = index.items[1 - k_axis + len(dims) - 2 + (k_axis - len(dims) + 2) * 0] if len(dims) == 2 else index.items[-2]
-        items = [*index.items[: len(dims) - 2], other, position]
+        items = [*(item for axis, item in enumerate(index.items) if axis != k_axis), position]
         code = b.solid(e.element(scale, index.of(scale.type.dims, items)))
         if scale.type.elem == "f8E4M3FN":
             factor = widen(b, code, "f8E4M3FN")
@@ -214,3 +216,21 @@ def _expanded(e: FunctionEmitter, op: Op, operand: Value, scale: Value | None, f
         return b.binary("fmul", unscaled(index), factor)
 
     return Value(kind, at=scaled)
+
+
+@handles("tt.dot_scaled")
+def dot_scaled(e: FunctionEmitter, op: Op) -> None:
+    match = re.match(r"(\S+?)(?: scale (\S+?))?, (\S+?)(?: scale (\S+?))?, (\S+) lhs = (\w+) rhs = (\w+)", op.tail)
+    if match is None or len(op.outs[0].dims) != 2:
+        raise op.unsupported("unknown syntax or rank")
+    left, left_scale, right, right_scale, accumulator, *forms = match.groups()
+    names = iter(op.operands)  # under their unique names, in the same order
+    present = [next(names) if name else None for name in (left, left_scale, right, right_scale, accumulator)]
+    a, sa, b, sb, _ = (e.env[name] if name else None for name in present)
+    assert a is not None and b is not None and present[4] is not None
+    # a is M x K and b K x N; scales are M x K/group and N x K/group. fp4 is packed along k unless the attribute says otherwise.
+    left_axis = 0 if op.attrs.get("lhs_k_pack") == "false" else 1
+    right_axis = 1 if op.attrs.get("rhs_k_pack") == "false" else 0
+    wide_a = e.materialise(_expanded(e, op, a, sa, forms[0], left_axis, 1))
+    wide_b = e.materialise(_expanded(e, op, b, sb, forms[1], right_axis, 0))
+    product(e, op, wide_a, wide_b, present[4])

@@ -534,7 +534,7 @@ def _external(e: FunctionEmitter, op: Op) -> Callable[..., Lane]:
     if name == "erff":
         base = "erf"
     ints = [item.elem for item in op.ins if not is_float(item.elem)]
-    if base in ("rsqrt", "sigmoid", "normcdf", "sinpi", "cospi", "rcbrt") or base in vmath.INTRINSICS:
+    if base in ("rsqrt", "sigmoid", "normcdf", "sinpi", "cospi", "rcbrt", "erfinv", "erfcinv") or base in vmath.INTRINSICS:
         return lambda *x: math_function(e, base, *x)
     if not vmath.known(base):
         raise op.unsupported(f"no CPU counterpart of libdevice's {symbol}")

@@ -7,6 +7,7 @@ import ctypes
 import functools
 import hashlib
 import os
+import platform
 import re
 import tempfile
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from .target import Target, host
 _HERE = Path(__file__).parent
 _SEAL = b"ttd-cpu-kernel\0"
 _DIGEST_BYTES = 32
+_CHECKSUM = "// sha256 " if platform.machine() in ("aarch64", "arm64") else "# sha256 "
 
 
 @functools.cache
@@ -97,8 +99,15 @@ def optimise(source: str, exports: dict[str, str], target: Target) -> str:
 
 
 def assemble(source: str, target: Target, fuse: bool = True) -> str:
-    """Assembly of optimised LLVM IR. ``fuse``: multiplications and additions may become fused ones."""
-    return _llvm().translate_to_asm(source, target.triple, target.cpu, target.features, [], fuse, False)
+    """Assembly of optimised LLVM IR, with a checksum in its last line. ``fuse``: multiplications and additions may become fused ones."""
+    text = _llvm().translate_to_asm(source, target.triple, target.cpu, target.features, [], fuse, False)
+    return f"{text.rstrip()}\n{_CHECKSUM}{hashlib.sha256(text.rstrip().encode()).hexdigest()}\n"
+
+
+def is_intact(assembly: str) -> bool:
+    """Whether the text is what :func:`assemble` returned."""
+    text, _, digest = assembly.rpartition(f"\n{_CHECKSUM}")
+    return hashlib.sha256(text.encode()).hexdigest() == digest.strip()
 
 
 def build(assembly: str, target: Target) -> bytes:

@@ -141,6 +141,29 @@ def function(b: Builder, name: str, *args: Lane, wide: bool) -> Lane:
         return function(b, name[:3], b.binary("fmul", turns, constant(ty, 3.141592653589793)), wide=wide)
     if name == "rcbrt":
         return b.binary("fdiv", one, function(b, "cbrt", args[0], wide=wide))
+    if name in ("erfinv", "erfcinv"):
+        return _erfinv(b, args[0] if name == "erfinv" else b.binary("fsub", one, args[0]), wide)
     if name == "fmod":
         return b.binary("frem", *args)
     return _libm(b, name, args, wide)
+
+
+def _erfinv(b: Builder, x: Lane, wide: bool) -> Lane:
+    """Giles's approximation (good to single precision); for double, two steps of Newton's method."""
+    ty = x.ty
+    c = lambda value: constant(ty, value)  # noqa: E731
+    sub, mul, add = (lambda p, q, op=op: b.binary(op, p, q) for op in ("fsub", "fmul", "fadd"))
+    log = function(b, "log", mul(sub(c(1.0), x), add(c(1.0), x)), wide=wide)
+    w = sub(c(0.0), log)
+    central = [2.81022636e-08, 3.43273939e-07, -3.5233877e-06, -4.39150654e-06, 0.00021858087, -0.00125372503, -0.00417768164]
+    tail = [-0.000200214257, 0.000100950558, 0.00134934322, -0.00367342844, 0.00573950773, -0.0076224613, 0.00943887047]
+    near = _polynomial(b, sub(w, c(2.5)), [*central, 0.246640727, 1.50140941])
+    far = _polynomial(b, sub(b.intrinsic("llvm.sqrt", w), c(3.0)), [*tail, 1.00167406, 2.83297682])
+    y = mul(b.select(b.compare("fcmp olt", w, c(5.0)), near, far), x)
+    if ty == "double":
+        for _ in range(2):
+            error = sub(function(b, "erf", y, wide=wide), x)
+            slope = mul(c(1.1283791670955126), function(b, "exp", sub(c(0.0), mul(y, y)), wide=wide))
+            y = sub(y, b.binary("fdiv", error, slope))
+    edge = b.compare("fcmp oeq", b.intrinsic("llvm.fabs", x), c(1.0))
+    return b.select(edge, mul(x, c(float("inf"))), y)

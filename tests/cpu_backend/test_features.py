@@ -1,0 +1,258 @@
+"""Parts of Triton's language that few kernels use: each must compile and agree with torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra import libdevice
+
+from torch_triton_dist.backends.cpu import runtime, target, toolchain
+
+
+@triton.jit
+def _descriptors(x, out, M, N, B: tl.constexpr):
+    source = tl.make_tensor_descriptor(x, shape=[M, N], strides=[N, 1], block_shape=[B, B])
+    place = tl.make_tensor_descriptor(out, shape=[M, N], strides=[N, 1], block_shape=[B, B])
+    place.store([B, 0], source.load([B, 0]) * 2)
+
+
+def test_device_tensor_descriptors_clip_at_the_edge():
+    x, out = torch.randn(24, 32), torch.zeros(24, 32)
+    _descriptors[(1,)](x, out, 24, 32, 16)  # rows 16 to 31, of which 24 to 31 do not exist
+    expected = torch.zeros(24, 32)
+    expected[16:, :16] = 2 * x[16:, :16]
+    assert torch.equal(out, expected)
+
+
+@triton.jit
+def _host_descriptor(source, out, n, B: tl.constexpr):
+    i = tl.arange(0, B)
+    tl.store(out + i[:, None] * B + i[None, :], source.load([n, n]))
+
+
+def test_host_tensor_descriptor():
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    x, out = torch.randn(40, 32), torch.empty(16, 16)
+    _host_descriptor[(1,)](TensorDescriptor.from_tensor(x, [16, 16]), out, 3, 16)
+    assert torch.equal(out, x[3:19, 3:19])
+
+
+@triton.jit
+def _dot_scaled(a, sa, b, sb, c, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, FORM: tl.constexpr, PACK: tl.constexpr):
+    m, n, k = tl.arange(0, M), tl.arange(0, N), tl.arange(0, K)
+    packed, group = tl.arange(0, K // PACK), tl.arange(0, K // 32)
+    x, y = tl.load(a + m[:, None] * (K // PACK) + packed[None, :]), tl.load(b + k[:, None] * N + n[None, :])
+    x_scale = tl.load(sa + m[:, None] * (K // 32) + group[None, :])
+    y_scale = tl.load(sb + n[:, None] * (K // 32) + group[None, :])
+    tl.store(c + m[:, None] * N + n[None, :], tl.dot_scaled(x, x_scale, FORM, y, y_scale, "e4m3"))
+
+
+@pytest.mark.parametrize("form", ["e5m2", "e2m1"])
+def test_dot_scaled(form):
+    m, n, k = 32, 16, 64
+    b = torch.randn(k, n).to(torch.float8_e4m3fn)
+    scales = [torch.randint(124, 130, (rows, k // 32), dtype=torch.uint8) for rows in (m, n)]
+    factors = [(2.0 ** (scale.double() - 127)).repeat_interleave(32, 1) for scale in scales]
+    if form == "e5m2":
+        a = torch.randn(m, k).to(torch.float8_e5m2)
+        values, a = a.double(), a.view(torch.uint8)
+    else:
+        a = torch.randint(0, 256, (m, k // 2), dtype=torch.uint8)
+        magnitudes = torch.tensor([0.0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
+        table = torch.cat([magnitudes, -magnitudes])
+        values = torch.stack([table[(a & 15).long()], table[(a >> 4).long()]], -1).reshape(m, k)
+    c = torch.empty(m, n)
+    _dot_scaled[(1,)](a, scales[0], b.view(torch.uint8), scales[1], c, m, n, k, form, 1 if form == "e5m2" else 2)
+    torch.testing.assert_close(c.double(), (values * factors[0]) @ (b.double() * factors[1].T), rtol=1e-5, atol=1e-4)
+
+
+@triton.jit
+def _linear(a0, b0, a1, b1):
+    return a0 * a1, b0 * a1 + b1
+
+
+@triton.jit
+def _recurrence(a, b, out, N: tl.constexpr):
+    i = tl.arange(0, N)
+    _, h = tl.associative_scan((tl.load(a + i), tl.load(b + i)), 0, _linear)
+    tl.store(out + i, h)
+
+
+def test_scan_of_tuples():
+    a, b, out = torch.rand(64), torch.randn(64), torch.empty(64)
+    _recurrence[(1,)](a, b, out, 64)
+    h, expected = 0.0, []
+    for x, y in zip(a.tolist(), b.tolist(), strict=True):
+        h = h * x + y
+        expected.append(h)
+    torch.testing.assert_close(out, torch.tensor(expected), rtol=1e-5, atol=1e-5)
+
+
+@triton.jit
+def _larger(a, b):
+    if a > b:
+        result = a * 1.0
+    else:
+        result = b * 1.0
+    return result
+
+
+@triton.jit
+def _branching_reduction(x, out, N: tl.constexpr):
+    tl.store(out, tl.reduce(tl.load(x + tl.arange(0, N)), 0, _larger))
+
+
+def test_reduction_with_a_branch():
+    x, out = torch.randn(128), torch.empty(1)
+    _branching_reduction[(1,)](x, out, 128)
+    assert out.item() == x.max().item()
+
+
+@triton.jit
+def _leaky(x, y):
+    if x > 0:
+        result = x * y
+    else:
+        result = y
+    return result
+
+
+@triton.jit
+def _map_elementwise(x, y, out, N: tl.constexpr):
+    i = tl.arange(0, N)
+    tl.store(out + i, tl.map_elementwise(_leaky, tl.load(x + i), tl.load(y + i)))
+
+
+@pytest.mark.skipif(not hasattr(tl, "map_elementwise"), reason="this Triton has no map_elementwise")
+def test_map_elementwise():
+    x, y, out = torch.randn(64), torch.randn(64), torch.empty(64)
+    _map_elementwise[(1,)](x, y, out, 64)
+    assert torch.equal(out, torch.where(x > 0, x * y, y))
+
+
+@triton.jit
+def _topk(x, largest, ordered, N: tl.constexpr, K: tl.constexpr):
+    rows, columns = tl.arange(0, 4)[:, None], tl.arange(0, N)[None, :]
+    v = tl.load(x + rows * N + columns)
+    tl.store(largest + rows * K + tl.arange(0, K)[None, :], tl.topk(v, K))
+    tl.store(ordered + rows * N + columns, tl.sort(v, 1, descending=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int16, torch.bfloat16])
+def test_topk_and_sort(dtype):
+    x = (torch.randn(4, 64) * 50).to(dtype)
+    largest, ordered = torch.empty(4, 8, dtype=dtype), torch.empty(4, 64, dtype=dtype)
+    _topk[(1,)](x, largest, ordered, 64, 8)
+    assert torch.equal(largest, x.topk(8).values)
+    assert torch.equal(ordered, x.sort(1, descending=True).values)
+
+
+@triton.jit
+def _libdevice(x, out, N: tl.constexpr):
+    i = tl.arange(0, N)
+    v = tl.load(x + i)
+    tl.store(out + i, libdevice.tanh(v) + libdevice.erf(v))
+    tl.store(out + N + i, libdevice.atan2(v, v + 2) + libdevice.cbrt(v))
+    tl.store(out + 2 * N + i, libdevice.expm1(v) + libdevice.log1p(v * v))
+    tl.store(out + 3 * N + i, libdevice.lgamma(v + 5) + libdevice.sinh(v))
+    tl.store(out + 4 * N + i, libdevice.ldexp(v, 2) + libdevice.hypot(v, v))
+    tl.store(out + 5 * N + i, libdevice.rint(v) + libdevice.erfinv(libdevice.tanh(v)))
+    tl.store(out + 6 * N + i, tl.exp(v * 20))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("n", [2, 64])
+def test_libdevice(n, dtype):
+    x = torch.randn(n, dtype=dtype)
+    out = torch.empty(7, n, dtype=dtype)
+    _libdevice[(1,)](x, out, n)
+    d = x.double()
+    expected = [
+        d.tanh() + d.erf(),
+        torch.atan2(d, d + 2) + d.abs().pow(1 / 3) * d.sign(),
+        d.expm1() + (d * d).log1p(),
+        (d + 5).lgamma() + d.sinh(),
+        d * 4 + d.abs() * 2**0.5,
+        d.round() + d.tanh().erfinv(),
+        (20 * d).exp(),
+    ]
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-12
+    torch.testing.assert_close(out.double(), torch.stack(expected), rtol=tolerance, atol=tolerance)
+
+
+@triton.jit
+def _exponential(x, out, N: tl.constexpr):
+    i = tl.arange(0, N)
+    tl.store(out + i, tl.exp(tl.load(x + i)))
+
+
+def test_exp_of_extremes():
+    x = torch.tensor([float("nan"), float("inf"), -float("inf"), 88.7, 89.0, -86.0, -103.0, -1e30])
+    out = torch.empty(8)
+    _exponential[(1,)](x, out, 8)
+    expected = x.exp()
+    expected[6] = 0  # denormal numbers become 0
+    torch.testing.assert_close(out, expected, rtol=3e-7, atol=0, equal_nan=True)
+
+
+@triton.jit
+def _double(x, out, N: tl.constexpr):
+    i = tl.arange(0, N)
+    tl.store(out + i, tl.load(x + i) * 2)
+
+
+def test_damaged_cache_entry_is_rebuilt():
+    x, out = torch.randn(64), torch.empty(64)
+    kernel = _double[(1,)](x, out, 64)
+    path = Path(kernel.metadata_group["_double.so"])
+    sealed = path.read_bytes()
+    path.write_bytes(sealed[: len(sealed) // 2])
+    library = runtime.load_kernel("_double", path.read_bytes(), kernel.metadata)
+    assert hasattr(library, "ttd_programs")
+    assert toolchain.unseal(path.read_bytes()) is not None
+    _double.device_caches.clear()  # from the cache again, as a new process would
+    path.write_bytes(b"")
+    out.zero_()
+    _double[(1,)](x, out, 64)
+    assert torch.equal(out, 2 * x)
+
+
+@triton.jit
+def _mixed(x, w, out, n, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    v = tl.load(x + i, i < n, 0.0)
+    square = tl.reshape(v, (16, BLOCK // 16))
+    product = tl.dot(square, tl.trans(square))
+    tl.store(out + tl.arange(0, 16)[:, None] * 16 + tl.arange(0, 16)[None, :], product.to(w.dtype.element_ty))
+    wide = v.to(tl.float32)
+    tl.store(w + i, (tl.exp(wide) + tl.sum(wide, 0)).to(w.dtype.element_ty), i < n)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_processors_without_avx512(monkeypatch, dtype):
+    """Code for AVX2, which processors with AVX-512 run too."""
+    full = target.host()
+    if not full.has("avx2"):
+        pytest.skip("not an x86-64 processor with AVX2")
+    features = ",".join(item for item in full.features.split(",") if not item.startswith("+avx512"))
+    attributes = full.attributes.replace("512", "256")
+    narrow = dataclasses.replace(full, features=features, attributes=attributes, lanes=8)
+    monkeypatch.setattr(target, "host", lambda: narrow)
+    monkeypatch.setenv("TRITON_ALWAYS_COMPILE", "1")
+    _mixed.device_caches.clear()
+    x = torch.randn(256).to(dtype)
+    w, out = torch.zeros(256, dtype=dtype), torch.empty(16, 16, dtype=dtype)
+    kernel = _mixed[(1,)](x, w, out, 200, 256)
+    _mixed.device_caches.clear()
+    assert "zmm" not in kernel.asm["asm"]
+    v = torch.where(torch.arange(256) < 200, x.double(), 0)
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(out.double(), v.view(16, 16) @ v.view(16, 16).T, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(w[:200].double(), (v.exp() + v.sum())[:200], rtol=tolerance, atol=tolerance)
+    assert (w[200:] == 0).all()

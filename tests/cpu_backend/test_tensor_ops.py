@@ -180,3 +180,24 @@ def test_histogram():
     out = torch.empty(16, dtype=torch.int32)
     _histogram[(1,)](x, out, 256, 16)
     assert out.tolist() == torch.bincount(x, minlength=16).tolist()
+
+
+@triton.jit
+def _transposed_operands(a, b, c, out, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, LIMIT):
+    m, n, k = tl.arange(0, M), tl.arange(0, N), tl.arange(0, K)
+    x = tl.load(a + k[None, :] * M + m[:, None], k[None, :] < LIMIT, 0.0)  # both lie in memory the other way round
+    y = tl.load(b + n[None, :] * K + k[:, None])
+    tl.store(c + m[:, None] * N + n[None, :], tl.dot(x, y * 2))
+    tl.store(out + m[:, None] * N + n[None, :], tl.dot(x, tl.trans(tl.trans(y) + 1)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("m, n, k", [(32, 64, 16), (8, 16, 64), (64, 8, 8), (4, 32, 16)])
+def test_dot_of_transposed_operands(m, n, k, dtype):
+    a, b = torch.randn(k, m).to(dtype), torch.randn(n, k).to(dtype)
+    c, out = torch.empty(m, n), torch.empty(m, n)
+    _transposed_operands[(1,)](a, b, c, out, m, n, k, k - 1)
+    left, right = a[: k - 1].double().T, b[:, : k - 1].double().T
+    torch.testing.assert_close(c.double(), left @ (right * 2), rtol=1e-5, atol=1e-4)
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-3
+    torch.testing.assert_close(out.double(), left @ (right + 1), rtol=tolerance, atol=10 * tolerance)

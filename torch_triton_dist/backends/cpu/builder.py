@@ -326,6 +326,11 @@ class Builder:
         kind = vector_type(a.ty, a.n)
         return self.inst(f"shufflevector {kind} {self.vector(a, a.n)}, {kind} poison, <{len(order)} x i32> {mask}", a.ty, len(order))
 
+    def shuffle2(self, a: Lane, b: Lane, order: list[int]) -> Lane:
+        """Lanes of two vectors of n: those of ``b`` count from n."""
+        kind, mask = vector_type(a.ty, a.n), "<" + ", ".join(f"i32 {k}" for k in order) + ">"
+        return self.inst(f"shufflevector {kind} {a.s}, {kind} {b.s}, <{len(order)} x i32> {mask}", a.ty, len(order))
+
     def per_lane(self, n: int, ty: str, function: Callable[..., Lane], *args: Lane) -> Lane:
         """Apply a scalar ``function`` to each lane."""
         if n == 0:

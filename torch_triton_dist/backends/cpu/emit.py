@@ -109,10 +109,10 @@ class Value:
 
     ``deps`` are the buffers that the value reads when it is evaluated, each with whether element i reads only element i of it.
     ``owner`` is the scope that may overwrite ``buf`` because nothing else refers to it. ``advance`` is set for pointers that a loop
-    advances: the bytes they move in each iteration.
+    advances: the bytes they move in each iteration. ``transposed`` is set for the transpose of a matrix: that matrix.
     """
 
-    __slots__ = ("advance", "at", "buf", "cheap", "deps", "owner", "scalar", "type")
+    __slots__ = ("advance", "at", "buf", "cheap", "deps", "owner", "scalar", "transposed", "type")
 
     def __init__(
         self,
@@ -128,6 +128,7 @@ class Value:
         self.type, self.scalar, self.buf, self.owner, self.cheap = type, scalar, buf, owner, cheap
         self.deps = frozenset(deps)
         self.advance: Lane | None = None
+        self.transposed: Value | None = None
         self.at = at if at is not None else self._no_elements
 
     def _no_elements(self, index: Index) -> Lane:
@@ -376,14 +377,10 @@ class FunctionEmitter:
         """Index vectors that vary along the innermost loop of an access."""
         if not any(name in self.contiguous for name, _ in pointer.deps):
             return []
-        state = [(len(level.lines), level.label) for level in self.b.levels]
         self.probed = set()
-        with self.loops(kind.dims) as index:  # evaluated for its reads only, then thrown away
+        with self.trial(), self.loops(kind.dims) as index:
             self.element(pointer, index)
         found, self.probed = sorted(self.probed), None
-        for level, (lines, label) in zip(self.b.levels, state, strict=True):
-            del level.lines[lines:]
-            level.label = label
         return found
 
     def stream(self, op: Op, stream: Stream) -> Value:
@@ -392,15 +389,55 @@ class FunctionEmitter:
         at = lambda index: stream.load(index) if stream.buf is None else self.peek(stream.kind, stream.buf, index)  # noqa: E731
         return Value(stream.kind, at=at)
 
-    def is_contiguous(self, kind: Type, pointer: Value) -> bool:
-        """Whether the addresses of a one-dimensional access are known to be consecutive."""
+    @contextmanager
+    def trial(self):
+        """Code emitted inside is thrown away: only its form is of interest."""
         state = [(len(level.lines), level.label) for level in self.b.levels]
-        with self.loops(kind.dims) as index:  # evaluated for its form only, then thrown away
-            lane = self.element(pointer, index)
+        yield
         for level, (lines, label) in zip(self.b.levels, state, strict=True):
             del level.lines[lines:]
             level.label = label
+
+    def is_contiguous(self, kind: Type, pointer: Value) -> bool:
+        """Whether the addresses of an access are known to be consecutive along its last axis."""
+        with self.trial(), self.loops(kind.dims) as index:
+            lane = self.element(pointer, index)
         return lane.contiguous == size_of(pointer.type.pointee)
+
+    def is_transposed(self, kind: Type, pointer: Value) -> bool:
+        """Whether the addresses of an access to a matrix are known to be consecutive along its first axis only."""
+        if len(kind.dims) != 2 or min(kind.dims) < 8 or self._watched(kind, pointer) or self.is_contiguous(kind, pointer):
+            return False
+        lanes = self.b.affine(constant("i64", 0), constant("i64", 1), min(self.lanes, kind.dims[0]))
+        with self.trial(), self.b.scope():
+            lane = self.element(pointer, self.index(kind.dims, [lanes, constant("i64", 0)]))
+        return lane.contiguous == size_of(pointer.type.pointee)
+
+    def transpose(self, kind: Type, source: Value, function: Callable[[Lane], Lane]) -> Value:
+        """A buffer with the transpose of the matrix ``source``, ``function`` applied to its elements: block by block in registers."""
+        rows, columns = source.type.dims
+        target, b = self.buffer(kind), self.b
+        assert target.buf is not None
+        side = min(self.lanes, rows, columns)
+        with b.scope(), b.loop(0, rows, side) as top, b.loop(0, columns, side) as left:
+            across = b.affine(left, constant("i64", 1), side)
+            block = []
+            for k in range(side):
+                place = self.index(source.type.dims, [b.add(top, constant("i64", k)), across])
+                block.append(b.solid(function(self.element(source, place)), side))
+            step = side // 2
+            while step:  # exchanges the off-diagonal halves of ever smaller blocks
+                upper = [lane - step + side if lane & step else lane for lane in range(side)]
+                lower = [lane + side if lane & step else lane + step for lane in range(side)]
+                for k in range(side):
+                    if not k & step:
+                        first, second = block[k], block[k + step]
+                        block[k], block[k + step] = b.shuffle2(first, second, upper), b.shuffle2(first, second, lower)
+                step //= 2
+            down = b.affine(top, constant("i64", 1), side)
+            for k, lane in enumerate(block):
+                self.poke(kind, target.buf, self.index(kind.dims, [b.add(left, constant("i64", k)), down]), lane)
+        return target
 
     def args(self, op: Op) -> list[Value]:
         return [self.env[name] for name in op.operands]

@@ -136,7 +136,11 @@ def product(e: FunctionEmitter, op: Op, a: Value, b: Value, accumulator: str) ->
     n = b.type.dims[-1]
 
     def packed(operand: Value) -> str:
-        if operand.buf is None or operand.type.elem != work:
+        if operand.transposed is not None:
+            elem = operand.type.elem
+            change = lambda lane: convert(e.b, e.b.solid(lane), elem, work)  # noqa: E731
+            operand = e.transpose(operand.type.with_elem(work), operand.transposed, change)
+        elif operand.buf is None or operand.type.elem != work:
             source = operand
             at = lambda index: convert(e.b, e.b.solid(e.element(source, index)), source.type.elem, work)  # noqa: E731
             operand = e.materialise(Value(source.type.with_elem(work), at=at))

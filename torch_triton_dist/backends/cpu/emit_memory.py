@@ -34,6 +34,13 @@ def load(e: FunctionEmitter, op: Op) -> None:
 
     if op.results[0] in e.facts.streams:
         e.bind(op, e.stream(op, Stream(kind, operands[0], value)))
+    elif not volatile and kind.is_tensor and e.is_transposed(kind, operands[0]):
+        flipped = Type(kind.elem, kind.dims[::-1])  # kept the other way round, so that memory is read in rows
+        rows = e.compute(flipped, lambda index: value(index.of(kind.dims, index.items[::-1])))
+        at = lambda index: e.element(rows, index.of(flipped.dims, index.items[::-1]))  # noqa: E731
+        result = Value(kind, at=at, deps=[(name, False) for name, _ in rows.deps], cheap=True)
+        result.transposed = rows
+        e.bind(op, result)
     else:
         e.bind(op, e.compute(kind, value, pointer=operands[0]))
 

@@ -65,6 +65,8 @@ def trans(e: FunctionEmitter, op: Op) -> None:
     order, source = op.array_attr("order"), e.args(op)[0]
     remap = lambda index: index.of(source.type.dims, [index.items[order.index(k)] for k in range(len(order))])  # noqa: E731
     _view(e, op, source, remap)
+    if order == [1, 0] and source.scalar is None:
+        e.env[op.results[0]].transposed = source
 
 
 @handles("tt.reshape")

@@ -248,6 +248,46 @@ def test_matmul_reaches_half_the_speed_of_torch():
     assert ratio >= 0.5, f"{ratio:.2f} of torch.mm"
 
 
+@pytest.mark.parametrize(
+    "change, error, text",
+    [
+        ({1: object()}, AttributeError, "data_ptr"),
+        ({0: 1.5}, AttributeError, "data_ptr"),
+        ({3: 2.5}, TypeError, "'float' object cannot be interpreted as an integer"),
+        ({3: None}, TypeError, "NoneType"),
+    ],
+)
+def test_wrong_arguments_of_a_launch(change, error, text):
+    x, out = torch.randn(64), torch.empty(64)
+    compiled = _add[(1,)](x, x, out, 64, BLOCK=64)
+    arguments = [x, x, out, 64, 64]
+    for position, value in change.items():
+        arguments[position] = value
+    with pytest.raises(error, match=text):
+        compiled[(1, 1, 1)](*arguments)
+    with pytest.raises(TypeError, match="kernel _add on cpu: takes 4 arguments"):
+        compiled[(1, 1, 1)](x, x)
+
+
+def test_launch_hooks_and_empty_grid():
+    from triton import knobs
+
+    x, out, seen = torch.randn(64), torch.zeros(64), []
+    compiled = _add[(1,)](x, x, out, 64, BLOCK=64)
+    out.zero_()
+    enter, leave = lambda metadata: seen.append(metadata.get()["name"]), lambda metadata: seen.append("exit")
+    knobs.runtime.launch_enter_hook.add(enter)
+    knobs.runtime.launch_exit_hook.add(leave)
+    try:
+        compiled[(0, 1, 1)](x, x, out, 64, 64)
+        assert (out == 0).all()
+        compiled[(1, 1, 1)](x, x, out, 64, 64)
+    finally:
+        knobs.runtime.launch_enter_hook.remove(enter)
+        knobs.runtime.launch_exit_hook.remove(leave)
+    assert seen == ["_add", "exit"] * 2 and torch.equal(out, x + x)
+
+
 def test_launch_overhead():
     x, out = torch.randn(64), torch.empty(64)
     compiled = _add[(1,)](x, x, out, 64, BLOCK=64)

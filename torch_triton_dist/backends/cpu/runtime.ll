@@ -429,7 +429,7 @@ begin:
   %values = getelementptr ptr, ptr %arguments, i64 9
   br label %next
 next:
-  %k = phi i64 [ 0, %begin ], [ %k1, %one ]
+  %k = phi i64 [ 0, %begin ], [ %k1, %fine_one ]
   %all_done = icmp sge i64 %k, %params
   br i1 %all_done, label %check, label %one
 one:
@@ -445,6 +445,10 @@ one:
   %target = add i64 %k, 3
   %ptarget = getelementptr i64, ptr %args, i64 %target
   store i64 %value, ptr %ptarget
+  %problem = call ptr @PyErr_Occurred()  ; before any more Python code runs
+  %refused = icmp ne ptr %problem, null
+  br i1 %refused, label %raise, label %fine_one
+fine_one:
   %k1 = add i64 %k, 1
   br label %next
 check:

@@ -9,6 +9,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from triton.language import core
 from triton.language.extra import libdevice
 
 from torch_triton_dist.backends.cpu import runtime, target, toolchain
@@ -256,3 +257,33 @@ def test_processors_without_avx512(monkeypatch, dtype):
     torch.testing.assert_close(out.double(), v.view(16, 16) @ v.view(16, 16).T, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(w[:200].double(), (v.exp() + v.sum())[:200], rtol=tolerance, atol=tolerance)
     assert (w[200:] == 0).all()
+
+
+@core.extern
+def _cosh(x, _semantic=None):
+    table = {(core.dtype("fp64"),): ("cosh", core.dtype("fp64"))}
+    return core.extern_elementwise("libm", "libm.so.6", [x], table, is_pure=True, _semantic=_semantic)
+
+
+@core.extern
+def _nowhere(x, _semantic=None):
+    table = {(core.dtype("fp64"),): ("no_such_function", core.dtype("fp64"))}
+    return core.extern_elementwise("libm", "libm.so.6", [x], table, is_pure=True, _semantic=_semantic)
+
+
+@triton.jit
+def _c_function(x, out, N: tl.constexpr, KNOWN: tl.constexpr):
+    i = tl.arange(0, N)
+    if KNOWN:
+        tl.store(out + i, _cosh(tl.load(x + i)))
+    else:
+        tl.store(out + i, _nowhere(tl.load(x + i)))
+
+
+def test_functions_of_c_libraries():
+    x, out = torch.randn(32, dtype=torch.float64), torch.empty(32, dtype=torch.float64)
+    kernel = _c_function[(1,)](x, out, 32, True)
+    torch.testing.assert_close(out, x.cosh(), rtol=1e-14, atol=0)
+    assert kernel.metadata.libraries == ["libm.so.6"]
+    with pytest.raises(RuntimeError, match=r"unknown external function no_such_function"):
+        _c_function[(1,)](x, out, 32, False)

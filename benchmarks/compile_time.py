@@ -38,6 +38,7 @@ def plain(extension: bool) -> float:
 def demo(extension: bool, options: argparse.Namespace) -> float | None:
     """On each rank, under torchrun. Rank 0 returns the time of the slowest."""
     import torch
+    import torch._inductor.compile_fx  # enable() imports it too, and is not timed here
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 

@@ -80,17 +80,23 @@ def test_all_gather_matmul(group):
     (kernel,) = kernels(code)
     assert not outside(code)
     assert "acc += tl.load(BIAS" in kernel
-    assert_expected_inline(epilogue(kernel), """\
+    assert_expected_inline(
+        epilogue(kernel),
+        """\
         xindex = idx_n + 96*idx_m
-        tmp0 = tl.full([1], 0, tl.int32)
-        tmp1 = triton_helpers.maximum(tmp0, acc)
-        tl.store(out_ptr1 + (tl.broadcast_to(xindex, [BLOCK_M, BLOCK_N])), tmp1, mask)
-        claim = dl.claim(ctx=CTX)
-    dl.leave(ctx=CTX)""")
-    assert_expected_inline(launches(code, group), """\
-launch_context(cpu, GROUP, 24576, 4, 'all_gather_matmul(shard [24, 64], torch.float32, inner=24)')
+            tmp0 = tl.full([1], 0, tl.int32)
+            tmp1 = triton_helpers.maximum(tmp0, acc)
+            tl.store(out_ptr1 + (tl.broadcast_to(xindex, [BLOCK_M, BLOCK_N])), tmp1, mask)
+            claim = dl.claim(ctx=CTX)
+    dl.leave(ctx=CTX)""",
+    )
+    assert_expected_inline(
+        launches(code, group),
+        """\
+launch_context(cpu, GROUP, 24576, 7, 'all_gather_matmul(shard [24, 64], torch.float32, inner=24)')
 kernel 0
-after_launch(GROUP)""")
+after_launch(GROUP)""",
+    )
 
 
 def test_matmul_reduce_scatter(group):
@@ -101,19 +107,27 @@ def test_matmul_reduce_scatter(group):
     (kernel,) = kernels(code)
     assert not outside(code)
     assert "SCALE : tl.constexpr = 0.25" in kernel
-    assert_expected_inline(epilogue(kernel), """\
-        xindex = idx_n + 96*idx_m
-        tmp2 = tl.load(in_ptr3 + (tl.broadcast_to(xindex, [BLOCK_M, BLOCK_N])), mask, eviction_policy='evict_last')
-        tmp0 = tl.full([1], 0, tl.int32)
-        tmp1 = triton_helpers.maximum(tmp0, total)
-        tmp3 = tmp1 + tmp2
-        tl.store(out_ptr1 + (tl.broadcast_to(xindex, [BLOCK_M, BLOCK_N])), tmp3, mask)
+    assert_expected_inline(
+        epilogue(kernel),
+        """\
+        xindex = out_n + 96*out_m
+                tmp2 = tl.load(in_ptr3 + (tl.broadcast_to(xindex, [BLOCK_M, BLOCK_N])), mask, eviction_policy='evict_last')
+                tmp0 = tl.full([1], 0, tl.int32)
+                tmp1 = triton_helpers.maximum(tmp0, total)
+                tmp3 = tmp1 + tmp2
+                tl.store(out_ptr1 + (tl.broadcast_to(xindex, [BLOCK_M, BLOCK_N])), tmp3, mask)
         claim = dl.claim(ctx=CTX)
-    dl.leave(ctx=CTX)""")
-    assert_expected_inline(launches(code, group), """\
-launch_context(cpu, GROUP, 65536, 8, 'matmul_reduce_scatter(x [96, *], weight [*, 96], torch.float32, avg, inner=24)')
+    if owed >= 0:
+        dl.notify(flags + owed, debtor, signal=stamp, ctx=CTX)
+    dl.leave(ctx=CTX)""",
+    )
+    assert_expected_inline(
+        launches(code, group),
+        """\
+launch_context(cpu, GROUP, 49152, 6, 'matmul_reduce_scatter(x [96, *], weight [*, 96], torch.float32, avg, inner=24)')
 kernel 0
-after_launch(GROUP)""")
+after_launch(GROUP)""",
+    )
 
 
 def test_matmul_all_reduce(group):
@@ -123,19 +137,24 @@ def test_matmul_all_reduce(group):
     code = generated(fn, torch.randn(24, 64), torch.randn(64, 96), torch.randn(96))
     (kernel,) = kernels(code)
     assert not outside(code)
-    assert_expected_inline(epilogue(kernel), """\
+    assert_expected_inline(
+        epilogue(kernel),
+        """\
         xindex = idx_n + 96*idx_m
-        tmp0 = tl.load(in_ptr3 + (tl.broadcast_to(idx_n, [BLOCK_M, BLOCK_N])), mask, eviction_policy='evict_last')
-        tmp1 = total + tmp0
-        tmp2 = tl.full([1], 0, tl.int32)
-        tmp3 = triton_helpers.maximum(tmp2, tmp1)
-        tl.store(out_ptr1 + (tl.broadcast_to(idx_n + 96*idx_m, [BLOCK_M, BLOCK_N])), tmp3, mask)
-        claim = dl.claim(ctx=CTX)
-    dl.leave(ctx=CTX)""")
-    assert_expected_inline(launches(code, group), """\
-launch_context(cpu, GROUP, 65536, 8, 'matmul_all_reduce(x [24, *], weight [*, 96], torch.float32, sum, two_shot=False)')
+                tmp0 = tl.load(in_ptr3 + (tl.broadcast_to(idx_n, [BLOCK_M, BLOCK_N])), mask, eviction_policy='evict_last')
+                tmp1 = product + tmp0
+                tmp2 = tl.full([1], 0, tl.int32)
+                tmp3 = triton_helpers.maximum(tmp2, tmp1)
+                tl.store(out_ptr1 + (tl.broadcast_to(idx_n + 96*idx_m, [BLOCK_M, BLOCK_N])), tmp3, mask)
+    dl.leave(ctx=CTX)""",
+    )
+    assert_expected_inline(
+        launches(code, group),
+        """\
+launch_context(cpu, GROUP, 49152, 6, 'matmul_all_reduce(x [24, *], weight [*, 96], torch.float32, sum, two_shot=False)')
 kernel 0
-after_launch(GROUP)""")
+after_launch(GROUP)""",
+    )
 
 
 def test_kernels_of_one_group_keep_their_order(group):
@@ -149,16 +168,19 @@ def test_kernels_of_one_group_keep_their_order(group):
 
     code = generated(fn, torch.randn(16, 32), torch.randn(4, 48), torch.randn(48, 16), torch.randn(32, 48))
     assert len(kernels(code)) == 3
-    assert_expected_inline(re.sub(r"kernel \d", "kernel", launches(code, group)), """\
-launch_context(cpu, GROUP, 16384, 4, 'matmul_all_reduce(x [16, *], weight [*, 48], torch.float32, sum, two_shot=False)')
+    assert_expected_inline(
+        re.sub(r"kernel \d", "kernel", launches(code, group)),
+        """\
+launch_context(cpu, GROUP, 12288, 3, 'matmul_all_reduce(x [16, *], weight [*, 48], torch.float32, sum, two_shot=False)')
 kernel
 after_launch(GROUP)
-launch_context(cpu, GROUP, 16384, 4, 'matmul_reduce_scatter(x [16, *], weight [*, 48], torch.float32, sum, inner=4)')
+launch_context(cpu, GROUP, 12288, 3, 'matmul_reduce_scatter(x [16, *], weight [*, 48], torch.float32, sum, inner=4)')
 kernel
 after_launch(GROUP)
-launch_context(cpu, GROUP, 3072, 4, 'all_gather_matmul(shard [4, 48], torch.float32, inner=4)')
+launch_context(cpu, GROUP, 3072, 7, 'all_gather_matmul(shard [4, 48], torch.float32, inner=4)')
 kernel
-after_launch(GROUP)""")
+after_launch(GROUP)""",
+    )
 
 
 def test_every_constant_of_a_kernel_is_a_literal(group):

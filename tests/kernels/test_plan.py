@@ -69,9 +69,9 @@ def test_reduce_scatter(world, rows, n, k, dtype, device):
     check_even(plan, rows, n, k)
     tile_elements = c["BLOCK_M"] * c["BLOCK_N"]
     tiles = cdiv(rows, c["BLOCK_M"]) * cdiv(n, c["BLOCK_N"])
-    indices = [source * tiles + tile for source in range(world) for tile in range(tiles)]
+    indices = [tile * (world - 1) + distance for tile in range(tiles) for distance in range(world - 1)]
     check_slots(plan, [(index * tile_elements, tile_elements) for index in indices], indices, dtype.itemsize)
-    assert tiles >= 1  # so every rank waits for every peer
+    assert tiles >= 1 and 1 <= c["S"] <= tiles  # so every rank waits for every peer
 
 
 @many
@@ -82,20 +82,22 @@ def test_all_reduce(world, rows, n, k, dtype, device, two_shot):
     check_even(plan, rows, n, k)
     tile_elements = c["BLOCK_M"] * c["BLOCK_N"]
     tiles = cdiv(rows, c["BLOCK_M"]) * cdiv(n, c["BLOCK_N"])
+    others = world - 1
     if not c["TWO_SHOT"]:
-        indices = [source * tiles + tile for source in range(world) for tile in range(tiles)]
+        indices = [tile * others + distance for tile in range(tiles) for distance in range(others)]
         check_slots(plan, [(index * tile_elements, tile_elements) for index in indices], indices, dtype.itemsize)
         return
-    assert tiles >= world
-    owned = cdiv(tiles, world)
+    share = c["S"]
+    rounds = cdiv(tiles, world * share)
     summed = []
     for me in range(world):
-        mine = [tile for tile in range(tiles) if tile % world == me]
-        assert [local * world + me for local in range(owned) if local * world + me < tiles] == mine
-        partials = [source * owned + tile // world for source in range(world) for tile in mine]
-        reduced = [world * owned + tile for tile in range(tiles)]
+        mine = {g * share + j: (g * world + me) * share + j for g in range(rounds) for j in range(share)}  # local number -> tile
+        mine = {local: tile for local, tile in mine.items() if tile < tiles}
+        assert 0 in mine  # in round 0, so that every rank waits for every peer
+        partials = [local * others + distance for local in mine for distance in range(others)]
+        reduced = [rounds * share * others + tile for tile in range(tiles) if tile not in mine.values()]
         check_slots(plan, [(index * tile_elements, tile_elements) for index in partials + reduced], partials + reduced, dtype.itemsize)
-        summed += mine
+        summed += mine.values()
     assert sorted(summed) == list(range(tiles))
 
 
@@ -105,11 +107,12 @@ def test_all_gather(world, rows, n, k, dtype, device):
     plan = ag_mm.plan(rows, n, k, world, dtype, inner=rows, has_bias=False, gather=False, device=device)
     c = plan.constants
     check_even(plan, rows, n, k)
-    blocks, chunks = cdiv(rows, c["BLOCK_M"]), cdiv(k, c["PUSH_K"])
+    blocks, chunks = cdiv(rows, c["BLOCK_M"]), c["CHUNKS"]
     assert c["PUSH_K"] % c["BLOCK_C"] == 0  # the pieces of a chunk end where the chunk ends
-    assert (chunks - 1) * c["PUSH_K"] < k <= chunks * c["PUSH_K"]
-    flags = [(source * blocks + block) * chunks + chunk for source in range(world) for block in range(blocks) for chunk in range(chunks)]
-    check_slots(plan, [(source * rows * k, rows * k) for source in range(world)], flags, dtype.itemsize)
+    assert (chunks - 1) * c["PUSH_K"] < k <= chunks * c["PUSH_K"] and chunks < 1 << 16  # the count of a block has 16 bits
+    flags = [source * blocks + block for source in range(world) for block in range(blocks)]
+    counts = [world * blocks + send // chunks for send in range(0, (world - 1) * blocks * chunks, chunks)]
+    check_slots(plan, [(source * rows * k, rows * k) for source in range(world)], flags + counts, dtype.itemsize)
 
 
 @many
@@ -123,7 +126,7 @@ def test_what_ranks_share_does_not_depend_on_what_they_do_not(world, rows, n, k,
     def gather(columns, keep):
         return ag_mm.plan(rows, columns, k, world, dtype, inner=rows, has_bias=keep, gather=keep, device=device)
 
-    local = ("BLOCK_N", "EVEN", "HAS_BIAS", "GATHER")
+    local = ("BLOCK_N", "BLOCK_K", "EVEN", "HAS_BIAS", "GATHER", "SENDERS")
     assert shared(gather(n, False), *local) == shared(gather(other, True), *local)
 
     def reduced(depth):

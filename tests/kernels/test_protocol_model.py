@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from tests.kernels.test_rounds import expected as order_of_rounds
+
 TORN = "half written"
 
 
@@ -26,10 +28,11 @@ class Deadlock(AssertionError):
 
 @dataclass
 class Rank:
-    """Context and heap of one rank: LAUNCH, CLAIM, TICKET, and flags and data by (half, index)."""
+    """Context and heap of one rank: LAUNCH, CLAIM, SEND, TICKET, and flags and data by (half, index)."""
 
     launch: int = 1
     claim: int = 0
+    send: int = 0
     ticket: int = 0
     flags: dict = field(default_factory=lambda: defaultdict(int))
     data: dict = field(default_factory=dict)
@@ -43,6 +46,7 @@ class Program:
     me: int
     programs: int
     halves: int = 2
+    pid: int = 0
     n: int = 0
 
     @property
@@ -57,33 +61,45 @@ class Program:
         own.ticket += 1  # leave
         if own.ticket == self.programs:
             yield
-            own.claim = own.ticket = 0
+            own.claim = own.send = own.ticket = 0
             yield
             own.launch += 1
 
-    def claim(self):
+    @property
+    def stamp(self):
+        return self.n << 16
+
+    def claim(self, counter="claim"):
         yield
-        claimed = self.ranks[self.me].claim
-        self.ranks[self.me].claim += 1
+        claimed = getattr(self.ranks[self.me], counter)
+        setattr(self.ranks[self.me], counter, claimed + 1)
         return claimed
 
-    def send(self, targets, index, value, size=1, at=None):
-        """Stores a slot of `size` cells, then raises flag `index`."""
-        half = self.n % self.halves
+    def store(self, target, slot, value, size=1):
+        """Stores a slot of `size` cells in the heap of `target`."""
         for state in (TORN, (self.n, value)):
-            for target in targets:
-                for cell in range(size):
-                    self.ranks[target].data[half, (index if at is None else at) * size + cell] = state
-                yield
-        for target in targets:
-            self.ranks[target].flags[half, index] = self.n
+            for cell in range(size):
+                self.ranks[target].data[self.n % self.halves, slot * size + cell] = state
             yield
+
+    def notify(self, target, flag):
+        self.ranks[target].flags[self.n % self.halves, flag] = self.stamp
+        yield
+
+    def count(self, word):
+        """Counts up a word that may hold anything of an earlier launch: the count before."""
+        flags, key = self.ranks[self.me].flags, (self.n % self.halves, word)
+        yield
+        flags[key] = max(flags[key], self.stamp)
+        yield
+        flags[key] += 1
+        return flags[key] - 1 - self.stamp
 
     def receive(self, flags, slot, value, size=1):
         """Waits for flags, then reads a slot, twice."""
         own, half = self.ranks[self.me], self.n % self.halves
         for flag in flags:
-            yield lambda flag=flag: own.flags[half, flag] >= self.n
+            yield lambda flag=flag: own.flags[half, flag] >= self.stamp
         for _ in range(2):
             for cell in range(size):
                 found = own.data.get((half, slot * size + cell))
@@ -92,76 +108,136 @@ class Program:
             yield
 
 
-def reduce_scatter(tiles, size=1):
+def rounds_of(tiles, s):
+    return -(-tiles // s)
+
+
+def reduce_scatter(tiles, s=1, size=1, defer=True, pay_before_waits=True):
+    """tiles: of each rank. defer: flags are raised a tile later; pay_before_waits=False breaks the rule."""
+
     def kernel(p):
+        steps = order_of_rounds(rounds_of(tiles, s), s, p.world, False)
+        others, owed = p.world - 1, None
         claim = yield from p.claim()
-        while claim < p.world * tiles:
-            owner, tile = (p.me + 1 + claim // tiles) % p.world, claim % tiles
-            yield from p.send([owner], p.me * tiles + tile, ("rs", p.me, tile), size)
+        while claim < len(steps):
+            g, place, _ = steps[claim]
+            owner, tile = (p.me + 1 + place // s) % p.world, g * s + place % s
+            if tile < tiles:
+                if owed and (pay_before_waits or owner != p.me):
+                    yield from p.notify(*owed)
+                    owed = None
+                if owner != p.me:
+                    slot = tile * others + (owner - p.me) % p.world - 1
+                    yield from p.store(owner, slot, ("rs", p.me, tile), size)
+                    owed = (owner, slot)
+                    if not defer:
+                        yield from p.notify(*owed)
+                        owed = None
+                else:
+                    flags = [tile * others + j for j in range(others)]
+                    for j, flag in enumerate(flags):
+                        yield from p.receive(flags, flag, ("rs", (p.me - 1 - j) % p.world, tile), size)
             claim = yield from p.claim()
-        while claim < p.world * tiles + tiles:
-            tile = claim - p.world * tiles
-            for source in range(p.world):
-                yield from p.receive([source * tiles + tile], source * tiles + tile, ("rs", source, tile), size)
-            claim = yield from p.claim()
+        if owed:
+            yield from p.notify(*owed)
 
     return kernel
 
 
-def all_reduce(tiles, two_shot):
+def one_shot(tiles):
+    """All-reduce in one claim a tile; the next claim is made before the wait."""
+
     def kernel(p):
-        everybody = [(p.me + i) % p.world for i in range(p.world)]
-        owned = -(-tiles // p.world) if two_shot else 0
+        others = p.world - 1
         claim = yield from p.claim()
         while claim < tiles:
-            if two_shot:
-                yield from p.send([claim % p.world], p.me * owned + claim // p.world, ("ar", p.me, claim))
-            else:
-                yield from p.send(everybody, p.me * tiles + claim, ("ar", p.me, claim))
+            tile = claim
+            for i in range(1, p.world):
+                yield from p.store((p.me + i) % p.world, tile * others + i - 1, ("ar", p.me, tile))
+            for i in range(1, p.world):
+                yield from p.notify((p.me + i) % p.world, tile * others + i - 1)
             claim = yield from p.claim()
-        while claim < tiles + owned:
-            local = claim - tiles
-            tile = local * p.world + p.me
-            if tile < tiles:
-                for source in range(p.world):
-                    yield from p.receive([source * owned + local], source * owned + local, ("ar", source, tile))
-                yield from p.send(everybody, p.world * owned + tile, ("sum", tile))
-            claim = yield from p.claim()
-        while claim < 2 * tiles + owned:
-            tile = claim - tiles - owned
-            if two_shot:
-                yield from p.receive([p.world * owned + tile], p.world * owned + tile, ("sum", tile))
-            else:
-                for source in range(p.world):
-                    yield from p.receive([source * tiles + tile], source * tiles + tile, ("ar", source, tile))
-            claim = yield from p.claim()
+            flags = [tile * others + j for j in range(others)]
+            for j, flag in enumerate(flags):
+                yield from p.receive(flags, flag, ("ar", (p.me - 1 - j) % p.world, tile))
 
     return kernel
 
 
-def all_gather(tiles_m, chunks, columns, gather=False):
+def two_shot(tiles, s=1, defer=True):
+    """tiles: of all ranks, at least one a rank."""
+
+    def kernel(p):
+        rounds, others = rounds_of(tiles, p.world * s), p.world - 1
+        partials = rounds * s * others
+        steps = order_of_rounds(rounds, s, p.world, True)
+        owed = []
+        claim = yield from p.claim()
+        while claim < len(steps):
+            g, place, copy = steps[claim]
+            owner = (p.me + 1 + place // s) % p.world
+            local, tile = g * s + place % s, (g * p.world + owner) * s + place % s
+            if tile < tiles:
+                for debt in owed:
+                    yield from p.notify(*debt)
+                owed = []
+                if copy:
+                    yield from p.receive([partials + tile], partials + tile, ("sum", tile))
+                elif owner != p.me:
+                    slot = local * others + (owner - p.me) % p.world - 1
+                    yield from p.store(owner, slot, ("ar", p.me, tile))
+                    owed = [(owner, slot)]
+                else:
+                    flags = [local * others + j for j in range(others)]
+                    for j, flag in enumerate(flags):
+                        yield from p.receive(flags, flag, ("ar", (p.me - 1 - j) % p.world, tile))
+                    peers = [(p.me + i) % p.world for i in range(1, p.world)]
+                    for peer in peers:
+                        yield from p.store(peer, partials + tile, ("sum", tile))
+                    owed = [(peer, partials + tile) for peer in peers]
+                if not defer:
+                    for debt in owed:
+                        yield from p.notify(*debt)
+                    owed = []
+            claim = yield from p.claim()
+        for debt in owed:
+            yield from p.notify(*debt)
+
+    return kernel
+
+
+def all_gather(tiles_m, chunks, columns, gather=False, senders=1, help_before_waits=True):
     """columns: tiles in N, by rank: the weight of a rank may be wider than that of another, or have no columns at all."""
 
     def kernel(p):
-        peers = [(p.me + i) % p.world for i in range(1, p.world)]
-        sent, tiles = tiles_m * chunks, tiles_m * columns[p.me]
-        claim = yield from p.claim()
-        while claim < sent:
-            yield from p.send(peers, p.me * sent + claim, ("ag", p.me, claim))
-            claim = yield from p.claim()
-        while claim < sent + p.world * tiles:
-            source = (p.me + (claim - sent) // tiles) % p.world
+        tiles, blocks = tiles_m * columns[p.me], tiles_m * chunks
+        counts = p.world * tiles_m
+        claim = 0
+        for part in range(2):
+            if (part == 1 and help_before_waits) or (part == 0 and p.pid < senders):
+                send = yield from p.claim("send")
+                while send < (p.world - 1) * blocks:
+                    peer, block, chunk = (p.me - 1 - send // blocks) % p.world, send % blocks // chunks, send % chunks
+                    yield from p.store(peer, p.me * blocks + block * chunks + chunk, ("ag", p.me, block, chunk))
+                    before = yield from p.count(counts + send // chunks)
+                    if before == chunks - 1:
+                        yield from p.notify(peer, p.me * tiles_m + block)
+                    send = yield from p.claim("send")
+            if part == 0:
+                claim = yield from p.claim()
+            while claim < tiles * (1 if part == 0 else p.world):
+                source, block = (p.me + claim // tiles) % p.world, claim % tiles % tiles_m
+                if part == 1:
+                    for chunk in range(chunks):
+                        slot = source * blocks + block * chunks + chunk
+                        yield from p.receive([source * tiles_m + block], slot, ("ag", source, block, chunk))
+                claim = yield from p.claim()
+        while gather and claim < p.world * (tiles + blocks):
+            source = (p.me + (claim - p.world * tiles) // blocks) % p.world
+            block, chunk = (claim - p.world * tiles) % blocks // chunks, (claim - p.world * tiles) % chunks
             if source != p.me:
-                block = (claim - sent) % tiles % tiles_m
-                flags = range(source * sent + block * chunks, source * sent + (block + 1) * chunks)
-                yield from p.receive(flags, flags[0], ("ag", source, block * chunks))
-                for chunk in range(chunks):
-                    yield from p.receive([], flags[chunk], ("ag", source, block * chunks + chunk))
-            claim = yield from p.claim()
-        while gather and claim < sent + p.world * (tiles + sent):
-            source, chunk = (p.me + (claim - sent - p.world * tiles) // sent) % p.world, (claim - sent - p.world * tiles) % sent
-            if source != p.me:
-                yield from p.receive([source * sent + chunk], source * sent + chunk, ("ag", source, chunk))
+                slot = source * blocks + block * chunks + chunk
+                yield from p.receive([source * tiles_m + block], slot, ("ag", source, block, chunk))
             claim = yield from p.claim()
 
     return kernel
@@ -179,9 +255,10 @@ def simulate(seed, world, kernels, programs, resident, halves=2):
         ready = []
         for rank in range(world):
             if not running[rank] and not waiting[rank] and launched[rank] < len(kernels):  # stream order
-                assert ranks[rank].launch == launched[rank] + 1 and ranks[rank].claim == ranks[rank].ticket == 0
+                assert ranks[rank].launch == launched[rank] + 1
+                assert ranks[rank].claim == ranks[rank].send == ranks[rank].ticket == 0
                 kernel = kernels[launched[rank]]
-                waiting[rank] = [Program(ranks, rank, programs, halves).run(kernel) for _ in range(programs)]
+                waiting[rank] = [Program(ranks, rank, programs, halves, pid).run(kernel) for pid in range(programs)]
                 launched[rank] += 1
             if waiting[rank] and len(running[rank]) < resident:
                 ready.append((rank, None))
@@ -202,16 +279,18 @@ def simulate(seed, world, kernels, programs, resident, halves=2):
 
 SEQUENCES = {
     "reduce_scatter": (2, [reduce_scatter(1)] * 4),
-    "reduce_scatter of two sizes": (3, [reduce_scatter(2), reduce_scatter(1, size=3), reduce_scatter(1), reduce_scatter(2)]),
-    "one-shot all_reduce": (3, [all_reduce(2, False), all_reduce(1, False)] * 2),
-    "two-shot all_reduce, a tile a rank": (3, [all_reduce(3, True)] * 4),
-    "two-shot all_reduce, ragged": (3, [all_reduce(4, True), all_reduce(5, True)] * 2),
-    "two-shot all_reduce, fewer tiles than ranks": (3, [all_reduce(1, True), all_reduce(2, True)] * 2),
-    "two-shot then one-shot": (2, [all_reduce(3, True), all_reduce(1, False)] * 2),
+    "reduce_scatter, flags at once": (2, [reduce_scatter(2, defer=False)] * 4),
+    "reduce_scatter of two sizes": (3, [reduce_scatter(2), reduce_scatter(1, size=3), reduce_scatter(3, s=2), reduce_scatter(2)]),
+    "one-shot all_reduce": (3, [one_shot(2), one_shot(1)] * 2),
+    "two-shot all_reduce, a tile a rank": (3, [two_shot(3)] * 4),
+    "two-shot all_reduce, ragged": (3, [two_shot(4), two_shot(7, s=2)] * 2),
+    "two-shot all_reduce, three rounds": (2, [two_shot(6), two_shot(5, defer=False)] * 2),
+    "two-shot then one-shot": (2, [two_shot(3), one_shot(1)] * 2),
     "all_gather": (3, [all_gather(2, 2, [1, 1, 1])] * 4),
+    "all_gather, all send first": (3, [all_gather(2, 1, [1, 1, 1], senders=3)] * 4),
     "all_gather, no columns on a rank": (3, [all_gather(1, 2, [0, 1, 2], gather=True)] * 4),
     "all_gather, uneven columns": (2, [all_gather(2, 1, [1, 3])] * 4),
-    "all kinds": (2, [all_gather(1, 2, [1, 1]), reduce_scatter(2), all_reduce(2, True), all_gather(2, 1, [2, 1], gather=True)] * 2),
+    "all kinds": (2, [all_gather(1, 2, [1, 1]), reduce_scatter(2), two_shot(3), one_shot(2), all_gather(2, 3, [2, 1], gather=True)] * 2),
 }
 
 
@@ -242,6 +321,15 @@ def test_the_model_needs_a_wait_for_every_peer():
     assert finds(Race, 3, [all_gather(1, 1, [0, 1, 1])] * 4)
 
 
+def test_the_model_needs_debts_paid_before_waits():
+    assert finds(Deadlock, 2, [reduce_scatter(2, pay_before_waits=False)], programs=1, resident=1)
+
+
+def test_the_model_needs_help_with_the_sends():
+    """The program that sends is not resident, and the others wait for rows of peers in the same position."""
+    assert finds(Deadlock, 2, [all_gather(1, 1, [1, 1], help_before_waits=False)], programs=2, resident=1)
+
+
 def test_the_model_needs_sends_before_waits():
     """A kernel that waits for a peer's tile before it has sent its own hangs with one resident program."""
 
@@ -251,7 +339,8 @@ def test_the_model_needs_sends_before_waits():
             if claim == 0:
                 yield from p.receive([1 - p.me], 1 - p.me, ("tile", 1 - p.me))
             else:
-                yield from p.send([1 - p.me], p.me, ("tile", p.me))
+                yield from p.store(1 - p.me, p.me, ("tile", p.me))
+                yield from p.notify(1 - p.me, p.me)
             claim = yield from p.claim()
 
     assert finds(Deadlock, 2, [waits_first], programs=2, resident=1)

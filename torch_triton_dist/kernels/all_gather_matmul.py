@@ -36,7 +36,7 @@ from .tiles import TMA_ROWS, Tile, choose_tile, tma_form_of, wide_tile, wide_til
 NAME = "all_gather_matmul"
 KERNEL_ID = 1
 
-# Programs that send before they multiply when there are own rows to multiply for the others meanwhile: they fill the link.
+# Programs that send before they multiply, where a program has more than one tile to multiply: these fill the link.
 SENDERS = 16
 
 SOURCE = r"""
@@ -205,7 +205,7 @@ def plan(
         "PUSH_K": push_k,
         "CHUNKS": chunks,
         "BLOCK_C": 128,
-        "SENDERS": senders or (SENDERS if tiles_m * tiles_n >= programs else programs),
+        "SENDERS": senders or (SENDERS if world * tiles_m * tiles_n > programs else programs),
         "INNER": 0 if inner == rows else inner,
         "EVEN": rows % tile.m == 0 and n % tile.n == 0 and k % tile.k == 0,
         "TMA": bool(tma),

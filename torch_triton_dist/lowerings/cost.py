@@ -12,13 +12,14 @@ import torch
 
 NOT_WORTH_IT = "not worth fusing: the fused kernel was not measured to be faster at this size"
 
-# pattern -> world size -> ranges of global rows (both ends included) where the fused kernel was at least as fast at every depth that
-# was measured, 4 or 2 H200s, bf16. What was not measured is not fused: cost_gate=False fuses wherever it is legal.
+# pattern -> world size -> ranges of global rows (both ends included) between sizes at which the fused kernel was faster than matmul +
+# NCCL at every other size that was measured there, 4 or 2 H200s, bf16. cost_gate=False fuses wherever it is legal.
 ROWS: dict[str, dict[int, list[tuple[int, int]]]] = {
-    "all_gather_matmul": {},
-    "matmul_reduce_scatter": {2: [(256, 256)]},
-    "matmul_all_reduce": {2: [(16, 64), (256, 256)], 4: [(256, 256)]},
+    "all_gather_matmul": {2: [(4096, 4096)], 4: [(4096, 11276)]},
+    "matmul_reduce_scatter": {2: [(4096, 4096)], 4: [(2048, 8192)]},
+    "matmul_all_reduce": {2: [(16, 64), (2048, 4096)], 4: [(1, 16), (2048, 12075)]},
 }
+WIDTHS = (4096, 16384)  # of the size that all ranks have: columns before a reduction, depth after a gather
 
 
 def worth_fusing(pattern: str, device_type: str, world: int, m: int, n: int, k: int, dtype: torch.dtype) -> tuple[bool, str]:
@@ -27,7 +28,8 @@ def worth_fusing(pattern: str, device_type: str, world: int, m: int, n: int, k: 
     On the host transport the answer is always yes: there it is about running the same kernels, not about time."""
     if device_type == "cpu":
         return True, ""
-    ranges = ROWS[pattern].get(world, []) if dtype.itemsize == 2 else []
+    width = k if pattern == "all_gather_matmul" else n
+    ranges = ROWS[pattern].get(world, []) if dtype.itemsize == 2 and WIDTHS[0] <= width <= WIDTHS[1] else []
     if any(low <= m <= high for low, high in ranges):
         return True, ""
     return False, NOT_WORTH_IT

@@ -529,7 +529,7 @@ def _external(e: FunctionEmitter, op: Op) -> Callable[..., Lane]:
     if name in _ALIASES and _ALIASES[name] == "bits":
         return lambda x: b.bitcast(b.solid(x), result)
     base = _ALIASES.get(name, name)
-    if base not in ("erf", "sqrtf") and base == name and result == "float":
+    if base != "erf" and base == name and result == "float":
         base = base.removesuffix("f")
     if name == "erff":
         base = "erf"

@@ -30,7 +30,7 @@ install: $(STAMP)
 $(STAMP): pyproject.toml Makefile
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 	    { echo "Python 3.10 or newer is needed; choose one with: make install PYTHON=python3.12" >&2; exit 1; }
-	@command -v g++ >/dev/null || { echo "g++ is needed (Inductor and the CPU backend compile with it): install g++" >&2; exit 1; }
+	@command -v g++ >/dev/null || { echo "g++ is needed (Inductor compiles with it): install g++" >&2; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
 	    { echo "Python's venv module is needed (on Debian and Ubuntu: the package python3-venv)" >&2; exit 1; }
 ifdef HAS_GPU

@@ -91,7 +91,7 @@ def versions(torch: ModuleType | None, triton: ModuleType | None, result: Report
         rows.append(("C++ compiler", f"{os.path.basename(compiler)} {done.stdout.strip()}"))
     else:
         rows.append(("C++ compiler", "-"))
-        result.missing.append("no C++ compiler (the CPU backend and Inductor need one): install g++, or name one in CXX")
+        result.missing.append("no C++ compiler (Inductor needs one on the CPU): install g++, or name one in CXX")
     for package, extra in (("nvshmem4py-cu13", "nvidia"), ("hip-python", "amd")):
         try:
             rows.append((package, importlib.metadata.version(package)))

@@ -15,7 +15,7 @@ NOT_WORTH_IT = "not worth fusing: the fused kernel was not measured to be faster
 # pattern -> world size -> ranges of global rows (both ends included) between sizes at which the fused kernel was faster than matmul +
 # NCCL at every other size that was measured there, 4 or 2 H200s, bf16. cost_gate=False fuses wherever it is legal.
 ROWS: dict[str, dict[int, list[tuple[int, int]]]] = {
-    "all_gather_matmul": {2: [(4096, 4096)], 4: [(4096, 11276)]},
+    "all_gather_matmul": {2: [(4096, 4096)], 4: [(2048, 11276)]},
     "matmul_reduce_scatter": {2: [(4096, 4096)], 4: [(2048, 8192)]},
     "matmul_all_reduce": {2: [(16, 64), (2048, 4096)], 4: [(1, 16), (2048, 12075)]},
 }

@@ -15,7 +15,7 @@ every rank and every group.
 | `notify_peers`, `wait_peers` | the same for all other ranks at once |
 | `stamp`, `wait_stamp` | value of the flags of this launch, which names what runs; spin until a peer has raised one |
 | `first_claim`, `claim`, `leave`, `alive` | next tile to work on; end of a program; whether the group is sound |
-| `fence_async` | between a wait and TMA loads of what peers have stored |
+| `fence_async`, `stores_done` | between a wait and TMA loads of what peers have stored; before a block barrier and a release |
 
 Without a context: `simt_exec_region`, `extract`, `insert` (code of single threads beside tiles), `vector`, `make_vector`, `zeros_vector`
 (scalars that a thread moves together), `extern_call` (functions of device libraries). `extra.language_extra` holds the instructions of a
@@ -39,6 +39,7 @@ from .core import (
     num_ranks,
     rank,
     stamp,
+    stores_done,
     symm_at,
     wait,
     wait_peers,
@@ -69,6 +70,7 @@ __all__ = [
     "rank",
     "simt_exec_region",
     "stamp",
+    "stores_done",
     "symm_at",
     "vector",
     "wait",

@@ -227,12 +227,24 @@ def leave(ctx=None):
         tl.store(ctx + LAUNCH, tl.load(ctx + LAUNCH) + 1)
 
 
+@core.extern
+def stores_done(_semantic=None):
+    """On AMD, waits for the stores of this wavefront: a block barrier alone does not, and a release by one thread then covers those of
+    its own wavefront only. Elsewhere the barrier and the release do it. Returns 0, int32."""
+    if _semantic.builder.options.backend_name == "hip":
+        return core.inline_asm_elementwise(
+            "s_waitcnt vmcnt(0)\nv_mov_b32 $0, 0", "=v", [], dtype=core.int32, is_pure=False, pack=1, _semantic=_semantic
+        )
+    return _semantic.to_tensor(0)
+
+
 @triton.jit
 def notify(ptr, rank, signal=1, sig_op: tl.constexpr = SET, comm_scope: tl.constexpr = INTRA_NODE, ctx=None):
     """Raises the flag `ptr` (int64, an address of the own heap) in the heap of `rank`, after everything this program stored before is
     visible there. `sig_op`: "set" stores `signal`, "add" adds it. `comm_scope`: "intra_node" (peer addresses)."""
     tl.static_assert(comm_scope == "intra_node", "dl.notify: only intra_node transports (host, p2p) are built so far")
     flag = symm_at(ptr, rank, ctx=ctx)
+    stores_done()
     tl.debug_barrier()  # the stores of all threads, see NOTE [order of data and flags]
     if sig_op == "set":
         tl.atomic_xchg(flag, signal, sem="release", scope="sys")
@@ -251,6 +263,7 @@ def notify_peers(flags, signal, WORLD: tl.constexpr, step: tl.constexpr = 1, ctx
     bases = tl.load(ctx + HEAPS + (me + i) % WORLD, mask=others, other=0)
     offset = flags.to(tl.int64) - tl.load(ctx + HEAPS + me)
     targets = (bases + offset + (i - 1) * (8 * step)).to(tl.pointer_type(tl.int64))
+    stores_done()
     tl.debug_barrier()  # the stores of all threads, see NOTE [order of data and flags]
     tl.atomic_xchg(targets, signal, mask=others, sem="release", scope="sys")
 

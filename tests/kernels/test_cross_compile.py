@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import functools
 import re
+import shutil
+import subprocess
+from pathlib import Path
 
 import pytest
 import torch
+import triton.backends.nvidia
 
 from tests.kernels.compile_helper import cross_compile
 from torch_triton_dist.backends.cpu import ttir
@@ -26,6 +30,9 @@ CASES = {
     "two-shot all_reduce": lambda: (mm_ar, (False,), _plan_ar(512, 8192, 2048, BF16, reduce_op="avg")),
     "all_gather": lambda: (ag_mm, (False, False), _plan_ag(1024, 2048, 8192, BF16)),
     "all_gather kept": lambda: (ag_mm, (True, True), _plan_ag(1024, 2048, 8192, FP16, inner=128, has_bias=True, gather=True)),
+    "reduce_scatter tma ragged": lambda: (mm_rs, (True,), _plan_rs(4 * 1000, 1000, 200, BF16, bias_dims=1, tma="rows")),
+    "one-shot all_reduce tma": lambda: (mm_ar, (False,), _plan_ar(128, 4096, 2048, FP16, two_shot=False, tma="columns")),
+    "all_gather tma kept": lambda: (ag_mm, (True, True), _plan_ag(1000, 1000, 8192, FP16, has_bias=True, gather=True, tma="rows")),
     "reduce_scatter tma": lambda: (mm_rs, (False,), _plan_rs(8192, 8192, 7168, BF16, tma="columns")),
     "two-shot all_reduce tma": lambda: (mm_ar, (False,), _plan_ar(2048, 8192, 2048, BF16, tma="rows")),
     "all_gather tma": lambda: (ag_mm, (False, False), _plan_ag(1024, 7168, 8192, BF16, tma="columns")),
@@ -48,7 +55,16 @@ COMPILED = [
     ("reduce_scatter tma", "sm_90", "wgmma.mma_async"),
     ("two-shot all_reduce tma", "sm_90", "wgmma.mma_async"),
     ("all_gather tma", "sm_90", "wgmma.mma_async"),
+    ("reduce_scatter tma ragged", "sm_90", "wgmma.mma_async"),
+    ("one-shot all_reduce tma", "sm_90", "wgmma.mma_async"),
+    ("all_gather tma kept", "sm_90", "wgmma.mma_async"),
+    ("reduce_scatter tma", "sm_100", "tcgen05.mma"),
+    ("two-shot all_reduce tma", "sm_100", "tcgen05.mma"),
+    ("all_gather tma", "sm_100", "tcgen05.mma"),
+    ("two-shot all_reduce", "gfx942", "v_mfma_f32"),
+    ("all_gather", "gfx950", "v_mfma_f32"),
 ]
+TMA = [(case, target) for case, target, _ in COMPILED if "tma" in case]
 NVIDIA = [(case, target) for case, target, _ in COMPILED if target.startswith("sm")]
 AMD = [(case, target) for case, target, _ in COMPILED if target.startswith("gfx")]
 
@@ -57,8 +73,8 @@ def _plan_rs(m, n, k, dtype, inner=None, bias_dims=0, tma=""):
     return mm_rs.plan(m, n, k, 4, dtype, inner=inner or m // 4, reduce_op="sum", bias_dims=bias_dims, device=GPU, tma=tma)
 
 
-def _plan_ar(m, n, k, dtype, reduce_op="sum", bias_dims=0, tma=""):
-    return mm_ar.plan(m, n, k, 4, dtype, reduce_op=reduce_op, bias_dims=bias_dims, device=GPU, tma=tma)
+def _plan_ar(m, n, k, dtype, reduce_op="sum", bias_dims=0, two_shot=None, tma=""):
+    return mm_ar.plan(m, n, k, 4, dtype, reduce_op=reduce_op, bias_dims=bias_dims, device=GPU, two_shot=two_shot, tma=tma)
 
 
 def _plan_ag(rows, n, k, dtype, inner=None, has_bias=False, gather=False, tma=""):
@@ -162,21 +178,35 @@ def test_every_load_from_the_heap_takes_its_address_through_a_wait(case):
             behind += 1
         else:
             before += 1
-    assert behind >= 1 or "tma" in case  # those of the all-gather are TMA loads, see below
+    assert behind >= 1 or case == "all_gather tma"  # there they are TMA loads, see below
     assert before >= 2 or "tma" in case
 
 
-def test_tma_loads_from_the_heap_come_behind_a_wait_and_a_fence():
+@pytest.mark.parametrize("case", ["all_gather tma", "all_gather tma kept"])
+def test_tma_loads_from_the_heap_come_behind_a_wait_and_a_fence(case):
     """The rows that an all-gather loads through the async proxy are reached through the wait, and fenced behind it."""
-    asm = compiled("all_gather tma", "sm_90")
-    flow = Flow(asm["ttir"])
+    flow = Flow(compiled(case, "sm_90")["ttir"])
     loads = [op for op in flow.ops if op.name == "tt.descriptor_load"]
     behind = [op for op in loads if any(acquires(source) for index in op.operands[1:] for source in flow.sources(index))]
     assert len(loads) == 2 and len(behind) == 1  # the rows; the weights need no wait
     assert all(any("fence.proxy.async" in source.text for source in flow.sources(op.operands[1])) for op in behind)
-    assert re.search(r"cp\.async\.bulk\.tensor\.2d", asm["ptx"])
-    # No other fence stands for it: Triton's own are for shared memory.
-    assert re.search(r"fence\.proxy\.async;", asm["ptx"])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_barrier_stands_between_data_and_what_tells_of_them(case):
+    """Flags, and the counts of chunks, are one thread's; the data are those of all threads of the program."""
+    target = next(target for name, target, _ in COMPILED if name == case)
+    ops = Flow(compiled(case, target)["ttir"]).ops
+    tells = [i for i, op in enumerate(ops) if op.name == "tt.atomic_rmw" and "exch, release, sys" in op.text]
+    assert tells
+    if case.startswith("all_gather"):
+        counted = [i for i, op in enumerate(ops) if op.name == "tt.atomic_rmw" and "add, acq_rel, gpu" in op.text]
+        assert len(counted) == (2 if CASES[case]()[2].constants["CHUNKS"] > 1 else 1)  # chunks, and `leave`
+        tells += counted
+    for i in tells:
+        stores = [j for j in range(i) if ops[j].name == "tt.store" and "tensor<" in ops[j].text]
+        since = ops[stores[-1] if stores else 0 : i]
+        assert any(op.name.endswith("barrier") for op in since), ops[i].text
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -199,27 +229,86 @@ def test_all_threads_of_a_program_take_the_same_branches(case):
 # -------------------------------------------------------------------------------------------------------- machine code
 
 
+DATA = re.compile(r"(ld|st)\.global\.v\d|ld\.global\.b16|st\.global\.b16|cp\.async\.(cg|ca)|cp\.async\.bulk\.tensor")
+
+
+def ptx_instructions(ptx):
+    return [line.strip() for line in ptx.splitlines() if re.match(r"\s+(@%p\d+ )?[a-z]", line)]
+
+
+def positions(pattern, instructions):
+    return [i for i, line in enumerate(instructions) if re.search(pattern, line)]
+
+
 @pytest.mark.parametrize(("case", "target"), NVIDIA)
 def test_flags_in_ptx(case, target):
-    ptx = compiled(case, target)["ptx"]
-    instructions = [line.strip() for line in ptx.splitlines() if re.match(r"\s+(@%p\d+ )?[a-z]", line)]
-    polls = [i for i, line in enumerate(instructions) if re.search(r"ld\.global\.(sys\.acquire|acquire\.sys)\.b64", line)]
-    raised = [i for i, line in enumerate(instructions) if re.search(r"atom\.global\.(sys\.release|release\.sys)\.exch\.b64", line)]
-    assert polls and raised
-    # Polling writes nothing over a link: a single flag is loaded, and those of all peers at once are words of the own memory.
-    assert not re.search(r"atom\.global\.sys\.acquire\.(?!add)", ptx)
-    # Only one thread touches a flag, and block barriers stand between it and the data of all others.
-    for i in polls + raised:
+    instructions = ptx_instructions(compiled(case, target)["ptx"])
+    polls = positions(r"ld\.global\.(sys\.acquire|acquire\.sys)\.b64", instructions)
+    # `wait_peers` looks at all flags at once. It adds 0, to words of the own memory; a single flag is loaded.
+    at_once = positions(r"atom\.global\.(sys\.acquire|acquire\.sys)\.", instructions)
+    raised = positions(r"atom\.global\.(sys\.release|release\.sys)\.", instructions)
+    assert len(polls) >= 3  # of `wait_stamp`: a first look, and twice in `_wait_slowly`
+    assert len(at_once) == (0 if case.startswith("all_gather") else 1)
+    assert all(".add." in instructions[i] for i in at_once) and all(".exch.b64" in instructions[i] for i in raised) and raised
+    # One thread touches a flag, and block barriers stand between it and the data of all others.
+    for i in polls + at_once + raised:
         assert instructions[i].startswith("@%p"), instructions[i]
-    wide = re.compile(r"(ld|st)\.global\.v\d|ld\.global\.b16|st\.global\.b16|cp\.async\.(cg|ca)")
-    for i in polls:
-        data = next((j for j in range(i, len(instructions)) if wide.search(instructions[j])), len(instructions))
-        assert any(line.startswith("bar.sync") for line in instructions[i:data])
-    behind = [(i, next((j for j in range(i, -1, -1) if wide.search(instructions[j])), None)) for i in raised]
+    for i in polls + at_once:
+        data = next((j for j in range(i, len(instructions)) if DATA.search(instructions[j])), len(instructions))
+        assert any(line.startswith("bar.sync") for line in instructions[i:data]), instructions[i]
+    behind = [(i, next((j for j in range(i, -1, -1) if DATA.search(instructions[j])), None)) for i in raised]
     behind = [(i, data) for i, data in behind if data is not None]  # a flag that is owed may come before any data in the text
     assert behind
     for i, data in behind:
-        assert any(line.startswith("bar.sync") for line in instructions[data:i])
+        assert any(line.startswith("bar.sync") for line in instructions[data:i]), instructions[i]
+
+
+@pytest.mark.parametrize(("case", "target"), [(case, target) for case, target in NVIDIA if case in ("all_gather", "all_gather tma")])
+def test_chunks_are_counted_behind_their_stores(case, target):
+    """Data, a block barrier, the count (acquire and release: the last one speaks for all), the flag; in this order in the text."""
+    instructions = ptx_instructions(compiled(case, target)["ptx"])
+    (fresh,) = [
+        i for i in positions(r"atom\.global\.gpu\.relaxed\.max", instructions) if "globaltimer" not in "".join(instructions[i - 6 : i])
+    ]
+    counted = next(i for i in positions(r"atom\.global\.gpu\.acq_rel\.add", instructions) if i > fresh)
+    (raised,) = positions(r"atom\.global\.(sys\.release|release\.sys)\.exch", instructions)
+    stored = max(i for i in positions(r"st\.global\.v4", instructions) if i < counted)
+    assert stored < counted < raised and fresh < counted
+    assert any(line.startswith("bar.sync") for line in instructions[stored:counted])
+    assert any(line.startswith("bar.sync") for line in instructions[counted:raised])
+
+
+@pytest.mark.parametrize(("case", "target"), TMA)
+def test_tma_kernels_load_their_operands_by_tma(case, target):
+    instructions = ptx_instructions(compiled(case, target)["ptx"])
+    loads = positions(r"cp\.async\.bulk\.tensor\.2d\.shared::c", instructions)
+    assert len(loads) >= 2 and not positions(r"cp\.async\.(cg|ca)", instructions)
+    if case.startswith("all_gather"):
+        # Rows of peers: a fence of the async proxy (Triton's own are for shared memory) between each look at a flag and the next TMA load.
+        fences = positions(r"fence\.proxy\.async;", instructions)
+        waits = [i for i in positions(r"ld\.global\.(sys\.acquire|acquire\.sys)\.b64", instructions) if i < loads[-1]]
+        assert waits
+        for i in waits:
+            load = next(j for j in loads if j > i)
+            assert any(i < fence < load for fence in fences), (i, load)
+
+
+@pytest.mark.parametrize("case", [case for case, target in TMA if target == "sm_90"])
+def test_tma_kernels_spill_no_registers(case, tmp_path):
+    bundled = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
+    cuobjdump = str(bundled) if bundled.exists() else shutil.which("cuobjdump")
+    if cuobjdump is None:
+        pytest.skip("no cuobjdump: neither Triton's nor on the PATH")
+    cubin = tmp_path / "kernel.cubin"
+    cubin.write_bytes(compiled(case, "sm_90")["cubin"])
+    usage = subprocess.run([cuobjdump, "-res-usage", str(cubin)], capture_output=True, text=True, check=True, timeout=60).stdout
+    (registers,), (stack,) = re.findall(r"REG:(\d+)", usage), re.findall(r"STACK:(\d+)", usage)
+    assert int(registers) <= 255 and stack == "0", usage
+
+
+@pytest.mark.parametrize(("case", "target"), AMD)
+def test_amd_kernels_take_no_descriptors(case, target):
+    assert not re.search(r"tt\.(descriptor_load|make_tensor_descriptor)", compiled(case, target)["ttir"])
 
 
 @pytest.mark.parametrize(("case", "target"), AMD)
@@ -247,7 +336,7 @@ def test_flags_in_amdgcn(case, target):
         assert waits and min(waits) <= len(later), instructions[stored : i + 1]
 
 
-@pytest.mark.parametrize("case", ["reduce_scatter", "one-shot all_reduce", "two-shot all_reduce", "all_gather", "all_gather kept"])
+@pytest.mark.parametrize("case", [case for case in CASES if "ragged" not in case and "fp32" not in case])
 def test_stores_to_peers_are_16_bytes_wide(case):
     ptx = compiled(case, "sm_90")["ptx"]
     widths = set(re.findall(r"st\.global\.([a-z0-9.]+)", ptx))

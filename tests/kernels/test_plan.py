@@ -15,25 +15,28 @@ import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.kernels.test_rounds import expected
 from torch_triton_dist.backends import cpu
 from torch_triton_dist.kernels import all_gather_matmul as ag_mm
 from torch_triton_dist.kernels import matmul_all_reduce as mm_ar
 from torch_triton_dist.kernels import matmul_reduce_scatter as mm_rs
+from torch_triton_dist.kernels import tiles as tile_shapes
 from torch_triton_dist.kernels.matmul_tile import swizzle
 from torch_triton_dist.kernels.template import DTYPES
-from torch_triton_dist.runtime.layout import heap_layout
+from torch_triton_dist.runtime.layout import SIGNATURE_BITS, heap_layout, signature_code
 
 cpu.ensure_registered()
 
 DEVICES = [torch.device("cpu"), torch.device("cuda", 0)]
 shapes = {
     "world": st.integers(2, 9),
-    "rows": st.one_of(st.integers(1, 40), st.integers(1, 700)),
-    "n": st.one_of(st.integers(1, 40), st.integers(1, 1500)),
+    "rows": st.one_of(st.integers(1, 40), st.integers(41, 160), st.integers(1, 700), st.sampled_from([1024, 2048])),
+    "n": st.one_of(st.integers(1, 40), st.integers(1, 1500), st.sampled_from([2048, 4096])),
     "k": st.one_of(st.integers(1, 40), st.integers(1, 6000)),
     "dtype": st.sampled_from(DTYPES),
     "device": st.sampled_from(DEVICES),
 }
+TMA = st.sampled_from(["", "rows", "columns"])
 many = settings(max_examples=150, deadline=None)
 
 
@@ -59,6 +62,7 @@ def check_even(plan, rows, n, k):
     assert c["EVEN"] == (rows % c["BLOCK_M"] == 0 and n % c["BLOCK_N"] == 0 and k % c["BLOCK_K"] == 0)
     assert c["BLOCK_M"] >= 16 and c["BLOCK_N"] >= 16 and c["BLOCK_K"] >= 16  # tl.dot takes no less
     assert plan.programs >= 1
+    assert c["SIGNATURE"] == signature_code(plan.signature) and 0 < c["SIGNATURE"] < 1 << SIGNATURE_BITS
 
 
 @many
@@ -95,7 +99,8 @@ def test_all_reduce(world, rows, n, k, dtype, device, two_shot):
         mine = {local: tile for local, tile in mine.items() if tile < tiles}
         assert 0 in mine  # in round 0, so that every rank waits for every peer
         partials = [local * others + distance for local in mine for distance in range(others)]
-        reduced = [rounds * share * others + tile for tile in range(tiles) if tile not in mine.values()]
+        owned = set(mine.values())
+        reduced = [rounds * share * others + tile for tile in range(tiles) if tile not in owned]
         check_slots(plan, [(index * tile_elements, tile_elements) for index in partials + reduced], partials + reduced, dtype.itemsize)
         summed += mine.values()
     assert sorted(summed) == list(range(tiles))
@@ -115,28 +120,115 @@ def test_all_gather(world, rows, n, k, dtype, device):
     check_slots(plan, [(source * rows * k, rows * k) for source in range(world)], flags + counts, dtype.itemsize)
 
 
-@many
-@given(**shapes, other=st.integers(0, 5000))
-def test_what_ranks_share_does_not_depend_on_what_they_do_not(world, rows, n, k, dtype, device, other):
-    """A weight may be sharded unevenly: another N (even none) behind a gather, another K before a reduction."""
+@given(**shapes, steps=st.integers(1, 3), two_shot=st.booleans())
+@settings(max_examples=80, deadline=None)
+def test_claims_reach_every_tile_once(world, rows, n, k, dtype, device, steps, two_shot):
+    """Every rank sends its product of each tile of the others, sums each of its own, and copies each sum of the others."""
+    scatter = mm_rs.plan(world * rows, n, k, world, dtype, inner=rows, reduce_op="sum", bias_dims=0, device=device)
+    reduce = mm_ar.plan(steps * rows, n, k, world, dtype, reduce_op="sum", bias_dims=0, device=device, two_shot=two_shot)
+    for plan, height in ((scatter, rows), (reduce, steps * rows)):
+        c = plan.constants
+        tiles = cdiv(height, c["BLOCK_M"]) * cdiv(n, c["BLOCK_N"])
+        if tiles > 2000 or not c.get("TWO_SHOT", True):
+            continue
+        s, every = c["S"], range(tiles)
+        rounds = cdiv(tiles, s if plan is scatter else world * s)
+        order = expected(rounds, s, world, plan is reduce)
+        for me in range(world):
+            sent, summed, copied = [], [], []
+            for round, place, copy in order:
+                owner, index = (me + 1 + place // s) % world, place % s
+                tile = round * s + index if plan is scatter else (round * world + owner) * s + index
+                if tile < tiles:
+                    (copied if copy else summed if owner == me else sent).append((owner, tile))
+            if plan is scatter:
+                assert sorted(sent) == [(owner, tile) for owner in range(world) for tile in every if owner != me]
+                assert summed == [(me, tile) for tile in every]
+            else:
+                assert sorted(tile for _, tile in sent + summed) == list(every) and sorted(copied) == sorted(sent)
+                assert summed[0][1] < world * s  # in round 0, so that every rank waits for every peer
+
+
+@settings(max_examples=500, deadline=None)
+@given(**shapes, other=st.one_of(st.integers(0, 200), st.integers(0, 5000)), tma=TMA)
+def test_what_ranks_share_does_not_depend_on_what_they_do_not(world, rows, n, k, dtype, device, other, tma):
+    """A weight may be sharded unevenly: another N (even none) behind a gather, another K before a reduction. Its strides may differ, too,
+    and with them whether the tensor memory accelerator loads it."""
 
     def shared(plan, *local):
         return plan.nbytes, plan.nflags, plan.signature, {key: v for key, v in plan.constants.items() if key not in local}
 
-    def gather(columns, keep):
-        return ag_mm.plan(rows, columns, k, world, dtype, inner=rows, has_bias=keep, gather=keep, device=device)
+    def gather(columns, keep, form=""):
+        plan = ag_mm.plan(rows, columns, k, world, dtype, inner=rows, has_bias=keep, gather=keep, device=device, tma=form)
+        assert plan.constants["TMA"] == (form != "" and plan.constants["BLOCK_M"] >= tile_shapes.TMA_ROWS)
+        return plan
 
-    local = ("BLOCK_N", "BLOCK_K", "EVEN", "HAS_BIAS", "GATHER", "SENDERS")
-    assert shared(gather(n, False), *local) == shared(gather(other, True), *local)
+    local = ("BLOCK_N", "BLOCK_K", "EVEN", "HAS_BIAS", "GATHER", "SENDERS", "TMA", "B_ROWS")
+    assert shared(gather(n, False), *local) == shared(gather(other, True, tma), *local)
+    assert {"BLOCK_M", "CHUNKS", "PUSH_K", "SIGNATURE"} <= shared(gather(n, False), *local)[3].keys()
 
-    def reduced(depth):
-        return mm_ar.plan(rows, n, depth, world, dtype, reduce_op="sum", bias_dims=0, device=device)
+    def reduced(depth, form=""):
+        return mm_ar.plan(rows, n, depth, world, dtype, reduce_op="sum", bias_dims=0, device=device, tma=form)
 
-    def scattered(depth):
-        return mm_rs.plan(world * rows, n, depth, world, dtype, inner=rows, reduce_op="sum", bias_dims=0, device=device)
+    def scattered(depth, form=""):
+        return mm_rs.plan(world * rows, n, depth, world, dtype, inner=rows, reduce_op="sum", bias_dims=0, device=device, tma=form)
 
     for plan in (reduced, scattered):
-        assert shared(plan(k), "BLOCK_K", "EVEN") == shared(plan(max(1, other)), "BLOCK_K", "EVEN")
+        local = ("BLOCK_K", "EVEN", "TMA", "B_ROWS")
+        assert shared(plan(k), *local) == shared(plan(max(1, other), tma), *local)
+        assert {"BLOCK_M", "BLOCK_N", "S", "SIGNATURE"} <= shared(plan(k), *local)[3].keys()
+
+
+def test_signatures_tell_problems_apart():
+    """What has to be the same on all ranks is in the signature, and nothing else."""
+    gpu = torch.device("cuda", 0)
+
+    def scatter(m=1024, n=512, inner=256, op="sum", dtype=torch.bfloat16):
+        return mm_rs.plan(m, n, 64, 4, dtype, inner=inner, reduce_op=op, bias_dims=0, device=gpu).constants["SIGNATURE"]
+
+    def reduce(m=1024, n=512, op="sum", dtype=torch.bfloat16, two_shot=True):
+        plan = mm_ar.plan(m, n, 64, 4, dtype, reduce_op=op, bias_dims=0, device=gpu, two_shot=two_shot)
+        return plan.constants["SIGNATURE"]
+
+    def gather(rows=256, k=64, inner=256, dtype=torch.bfloat16):
+        plan = ag_mm.plan(rows, 512, k, 4, dtype, inner=inner, has_bias=False, gather=False, device=gpu)
+        return plan.constants["SIGNATURE"]
+
+    fp16 = torch.float16
+    codes = [scatter(), scatter(m=2048), scatter(n=1024), scatter(inner=128), scatter(op="avg"), scatter(dtype=fp16)]
+    codes += [reduce(), reduce(m=2048), reduce(n=1024), reduce(op="avg"), reduce(dtype=fp16), reduce(two_shot=False)]
+    codes += [gather(), gather(rows=512, inner=512), gather(k=128), gather(inner=128), gather(dtype=fp16)]
+    assert len(set(codes)) == len(codes)
+
+
+def test_what_the_tensor_memory_accelerator_can_load(monkeypatch):
+    gpu, bf16 = torch.device("cuda", 0), torch.bfloat16
+    rows, columns = ((512, 1024), (1024, 1)), ((512, 1024), (1, 512))
+    a = ((256, 512), (512, 1))
+    monkeypatch.setattr(tile_shapes, "has_tma", lambda index: True)
+    assert tile_shapes.tma_form(gpu, bf16, a, rows) == "rows"
+    assert tile_shapes.tma_form(gpu, bf16, a, columns) == "columns"
+    assert tile_shapes.tma_form(gpu, torch.float32, a, rows) == ""
+    assert tile_shapes.tma_form(torch.device("cpu"), bf16, a, rows) == ""
+    for odd in (((256, 512), (1, 256)), ((256, 512), (516, 1)), ((256, 512), (256, 1)), ((256, 32), (32, 1))):
+        assert tile_shapes.tma_form(gpu, bf16, odd, rows) == ""  # columns of A, rows off 16 bytes, overlapping rows, too few columns
+    for odd in (((512, 1024), (1028, 1)), ((512, 1024), (1, 516)), ((512, 1024), (2048, 2)), ((512, 8), (8, 1)), ((512, 1024), (0, 1))):
+        assert tile_shapes.tma_form(gpu, bf16, a, odd) == ""
+    monkeypatch.undo()
+    tile_shapes.has_tma.cache_clear()
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    assert not tile_shapes.has_tma(None)  # AMD
+    tile_shapes.has_tma.cache_clear()
+
+
+def test_a_scatter_of_blocks_uses_the_accelerator_only_where_rows_of_a_tile_follow_each_other():
+    def tma(rows, inner):
+        plan = mm_rs.plan(4 * rows, 1024, 512, 4, torch.bfloat16, inner=inner, reduce_op="sum", bias_dims=0, device=DEVICES[1], tma="rows")
+        assert plan.constants["BLOCK_M"] == 128
+        return plan.constants["TMA"]
+
+    assert tma(1024, 1024) and tma(1000, 1000)  # one block of rows, whatever its length
+    assert tma(1024, 256) and not tma(1024, 64) and not tma(1200, 200)
 
 
 @given(world=st.integers(2, 5), outer=st.integers(1, 4), shard=st.integers(1, 5), last=st.integers(1, 3))

@@ -102,6 +102,29 @@ def test_growth_keeps_the_launch_number(ranks2):
         assert report["needs"]["kernel"] == (1 << 20, 5000)
 
 
+def reserve_and_grow(rank: int, world: int) -> list:
+    """Each rank knows of other launches to come; the last one is larger than what any has reserved."""
+    with fresh_group() as group:
+        runtime.reserve(group, 1 << (12 + rank), 100)
+        runtime.reserve(group, 2000, 300 - 100 * rank)
+        rows = []
+        for step, (nbytes, nflags) in enumerate([(1024, 64), (1 << 13, 64), (1 << 13, 300), (1 << 14, 10)]):
+            values = launch(group, step, nbytes, nflags, f"kernel({step})")
+            table = context_of(group, signature="kernel(0)").tolist()
+            rows.append([values, table[layout.GENERATION], table[layout.FLAGS_STRIDE], table[layout.DATA_STRIDE]])
+        return rows
+
+
+def test_a_heap_is_made_for_what_any_rank_has_reserved(ranks2):
+    flags = 300 * layout.WORD
+    aligned = -(-flags // layout.ALIGNMENT) * layout.ALIGNMENT
+    for rows in ranks2.run(reserve_and_grow):
+        assert rows == [
+            *([[step, step], 1, aligned, 1 << 13] for step in range(3)),
+            [[3, 3], 2, aligned, 1 << 14],
+        ]
+
+
 def growth_under_flags(rank: int, world: int) -> list:
     """Heaps change size between launches that follow each other without a pause."""
     with fresh_group() as group:

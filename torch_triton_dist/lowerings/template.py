@@ -27,8 +27,12 @@ class DistributedTemplateKernel(TritonTemplateKernel):
     def call_kernel(self, name: str, node: Any = None, deallocate_ws: bool = True) -> None:
         super().call_kernel(name, node, deallocate_ws)
         wrapper = V.graph.wrapper_code
+        group = self.output_node.ttd_group
+        nbytes, nflags = self.output_node.ttd_needs
         wrapper.add_import_once("from torch_triton_dist import runtime as torch_triton_dist_runtime")
-        wrapper.writeline(f"torch_triton_dist_runtime.after_launch({self.output_node.ttd_group!r})")
+        # When the module is loaded, also from a cache: the first launch then makes a heap that all of its kernels fit into.
+        wrapper.add_import_once(f"torch_triton_dist_runtime.reserve({group!r}, {nbytes}, {nflags})")
+        wrapper.writeline(f"torch_triton_dist_runtime.after_launch({group!r})")
 
 
 class DistributedTemplate(TritonTemplate):
@@ -115,7 +119,8 @@ def launch(
         # The only choice: nothing is benchmarked, which would launch the kernel on one rank alone.
         output = choices[0].output_node()
     buffer = output.data.data
-    buffer.ttd_group = group  # on the buffer, not in the kernel's source: groups share one compiled kernel
+    # On the buffer, not in the kernel's source: groups share one compiled kernel.
+    buffer.ttd_group, buffer.ttd_needs = group, (plan.nbytes, plan.nflags)
     _chain(buffer, group)
     return output
 

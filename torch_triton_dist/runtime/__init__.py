@@ -3,6 +3,7 @@
     context = launch_context(device, group_name, nbytes, nflags, signature)      # before each launch
     kernel[grid](..., context, ...)
     after_launch(group_name)                                                     # after it
+    reserve(group_name, nbytes, nflags)                                          # before the first one, if it is known
 
 Transports: `host` (device cpu, processes that share memory) and `p2p` (device cuda, peer-to-peer inside a host).
 """
@@ -10,6 +11,7 @@ Transports: `host` (device cpu, processes that share memory) and `p2p` (device c
 from __future__ import annotations
 
 import atexit
+import functools
 import os
 import threading
 import weakref
@@ -24,11 +26,12 @@ from .errors import DistributedKernelError
 from .heap import SymmetricHeap
 from .watchdog import Watchdog
 
-__all__ = ["DistributedKernelError", "after_launch", "check", "heap_report", "launch_context", "reset"]
+__all__ = ["DistributedKernelError", "after_launch", "check", "heap_report", "launch_context", "reserve", "reset"]
 
 _heaps: dict[tuple[str, str], SymmetricHeap] = {}  # (group name, device type)
 _routes: dict[tuple[str, torch.device], SymmetricHeap] = {}  # the same for the launch path: device.type is slow to ask for
 _last: dict[str, SymmetricHeap] = {}  # group name -> heap of the last launch
+_reserved: dict[str, tuple[int, int]] = {}  # group name -> data bytes, flags, of the kernels that are known to come
 _incarnations: dict[tuple[str, str, tuple[int, ...]], int] = {}
 _lock = threading.RLock()
 _watchdog = Watchdog()
@@ -75,6 +78,22 @@ def after_launch(group_name: str) -> None:
     heap = _last.get(group_name)
     if heap is not None:
         heap.leave()
+
+
+def reserve(group_name: str, nbytes: int, nflags: int) -> None:
+    """Says that a launch with these needs is to come, so that the heap is made large enough at once. Not collective: a heap is made, or
+    grows, at a launch, and then to the most that any rank of the group has reserved or needs.
+
+    Args:
+        group_name: name of the process group, which need not exist yet.
+        nbytes, nflags: as in `launch_context`.
+    """
+    most = _reserved.get(group_name, (0, 0))
+    _reserved[group_name] = (max(most[0], nbytes), max(most[1], nflags))
+
+
+def _reserved_for(group_name: str) -> tuple[int, int]:
+    return _reserved.get(group_name, (0, 0))
 
 
 def check() -> None:
@@ -134,7 +153,7 @@ def _new_heap(device: torch.device, name: str) -> SymmetricHeap:
         group = groups.find_group(name)
         ranks = (*key, tuple(dist.get_process_group_ranks(group)))
         _incarnations[ranks] = _incarnations.get(ranks, 0) + 1
-        heap = _heaps[key] = SymmetricHeap(group, name, device, _incarnations[ranks], _watchdog)
+        heap = _heaps[key] = SymmetricHeap(group, name, device, _incarnations[ranks], _watchdog, functools.partial(_reserved_for, name))
         reference = weakref.ref(heap)
         weakref.finalize(group, lambda: _drop(key, reference())).atexit = False
         return heap

@@ -37,8 +37,17 @@ log = logging.getLogger("torch_triton_dist.runtime")
 class SymmetricHeap:
     """Control block, heap and state of one process group on one kind of device."""
 
-    def __init__(self, group: dist.ProcessGroup, name: str, device: torch.device, incarnation: int, watchdog: Any) -> None:
-        self.name, self.device = name, device
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        name: str,
+        device: torch.device,
+        incarnation: int,
+        watchdog: Any,
+        reserved: Callable[[], tuple[int, int]],
+    ) -> None:
+        """reserved: tells data bytes and flags of launches to come, see `runtime.reserve`."""
+        self.name, self.device, self._reserved = name, device, reserved
         self.group = weakref.ref(group)
         self.rank, self.world = group.rank(), group.size()
         ranks = "-".join(map(str, dist.get_process_group_ranks(group)))
@@ -186,8 +195,8 @@ class SymmetricHeap:
         self.watchdog.nudge()
 
     def _grow(self, nbytes: int, nflags: int, signature: str, timeout_s: float) -> None:
-        """Collective: a heap for at least `nbytes` and `nflags` a half, before the first launch of `signature`. LAUNCH goes on;
-        captured graphs find the new heap in the table.
+        """Collective: a heap for `nbytes` and `nflags` a half, or for what any rank has reserved where that is more, before the first
+        launch of `signature`. LAUNCH goes on; captured graphs find the new heap in the table.
 
         The first exchange comes when all launches of this rank have ended. After it, all launches of all ranks have, and nobody
         writes to the old memory any more. After the last one, all ranks have mapped zero flags.
@@ -195,12 +204,12 @@ class SymmetricHeap:
         board, transport = self.board, self.transport
         self._growths += 1
         step = f"allocation {self._growths} of the heap"
-        flags_stride, data_start, data_stride, total = layout.heap_layout(nbytes, nflags)
         transport.drain()
         look = board.guarded(step, lambda: self._look_for_other_kernels(signature))
-        sizes = board.exchange(step, total, timeout_s, look)
-        if len(set(sizes)) > 1:
-            raise board.error(f"the ranks want heaps of different sizes: {sizes} bytes, by rank", post=True, reason="mismatch")
+        # Ranks load their modules at different times, so they may have reserved more or less; the heap is the same on all.
+        wanted = [max(pair) for pair in zip((nbytes, nflags), self._reserved(), strict=True)]
+        nbytes, nflags = (max(sizes) for sizes in zip(*board.exchange(step, wanted, timeout_s, look), strict=True))
+        flags_stride, data_start, data_stride, total = layout.heap_layout(nbytes, nflags)
         memory = board.guarded(step, lambda: transport.allocate(total))
         try:
             board.exchange(f"{step}, memory", True, timeout_s)

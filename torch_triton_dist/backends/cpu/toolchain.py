@@ -98,9 +98,18 @@ def optimise(source: str, exports: dict[str, str], target: Target) -> str:
     return str(module)
 
 
+def _translate(source: str, target: Target, fuse: bool, as_object: bool) -> Any:
+    """Assembly text, or an object file."""
+    arguments: tuple[Any, ...] = (source, target.triple, target.cpu, target.features, [], fuse, as_object)
+    try:
+        return _llvm().translate_to_asm(*arguments)
+    except TypeError:  # Triton 3.8 asks for one more: whether to rewrite address arithmetic the way ptxas likes it
+        return _llvm().translate_to_asm(*arguments, False)
+
+
 def assemble(source: str, target: Target, fuse: bool = True) -> str:
     """Assembly of optimised LLVM IR, with a checksum in its last line. ``fuse``: multiplications and additions may become fused ones."""
-    text = _llvm().translate_to_asm(source, target.triple, target.cpu, target.features, [], fuse, False)
+    text = _translate(source, target, fuse, False)
     return f"{text.rstrip()}\n{_CHECKSUM}{hashlib.sha256(text.rstrip().encode()).hexdigest()}\n"
 
 
@@ -116,7 +125,7 @@ def build(assembly: str, target: Target) -> bytes:
 
     lines = "\n".join(f'module asm "{_escape(line)}"' for line in assembly.splitlines())
     source = f'target triple = "{target.triple}"\n{lines}\n'
-    binary = _llvm().translate_to_asm(source, target.triple, target.cpu, target.features, [], False, True)
+    binary = _translate(source, target, False, True)
     with _scratch(".o", bytes(binary)) as path, _scratch(".so") as result:
         amd.link_hsaco(path, result)  # lld, which goes by the object's machine
         return Path(result).read_bytes()

@@ -385,3 +385,23 @@ def fake_group(rank: int, world: int) -> str:
 
 def test_the_fake_group_is_refused():
     assert "the fake process group cannot run kernels" in run_ranks(fake_group, 1)[0]
+
+
+def stopped_in_the_middle(rank: int, world: int) -> list:
+    """As an assertion that fails in the kernel of rank 0: some programs have claimed, and none has left."""
+    with fresh_group() as group:
+        launch(group, rank)
+        context = context_of(group, signature=SIGNATURE)
+        texts = []
+        if rank == 0:
+            words(context.data_ptr(), context.numel())[layout.CLAIM] = 3
+            texts = [str(error_of(launch, group, rank)) for _ in range(2)]
+        dist.barrier()
+        runtime.reset(group)
+        return [texts, launch(group, 10 + rank)]
+
+
+def test_a_kernel_that_was_stopped_in_the_middle(ranks2):
+    (texts, values), (_, others) = ranks2.run(stopped_in_the_middle)
+    assert all("rank 0 of group" in text and "stopped before its end" in text and "reset" in text for text in texts)
+    assert len(texts) == 2 and values == others == [10, 11]

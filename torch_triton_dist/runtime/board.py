@@ -36,11 +36,11 @@ class Board:
         self.epoch += 1
         self.store = dist.PrefixStore(f"{self._prefix}/{self.epoch}", self._root)
 
-    def fail(self, text: str) -> None:
+    def fail(self, text: str, store: dist.Store | None = None) -> None:
         """Posts why this rank gives up; the first failure of an epoch stays. Best effort: the store may have died with its
-        rank."""
+        rank. store: that of the epoch which the failure belongs to (None: this one)."""
         with contextlib.suppress(RuntimeError):
-            self.store.compare_set(_FAILURE, "", json.dumps([self.rank, text]))
+            (store or self.store).compare_set(_FAILURE, "", json.dumps([self.rank, text]))
 
     def failure(self) -> tuple[int, str] | None:
         """Rank and text of the posted failure, if any."""

@@ -69,6 +69,7 @@ class SymmetricHeap:
         self._abort_from: int | None = None  # launches from this one on were told to give up by our watchdog
         self._reported = False
         self._lock = threading.Lock()
+        self._release_lock = threading.Lock()
         self._owner = 0  # id of the thread whose turn it is
 
     def is_current(self) -> bool:
@@ -116,17 +117,19 @@ class SymmetricHeap:
         while not self._lock.acquire(timeout=0.2):
             owner = self._owner
             if owner and owner not in sys._current_frames():
-                self._release()  # that thread ended between enter and leave
+                self._release(owner)  # that thread ended between enter and leave
             elif time.monotonic() > end:
                 raise RuntimeError(
                     f"rank {self.rank} of group {self.name!r}: another thread has been inside a launch of "
                     f"{self.signature.split('(')[0]!r} for {timeout_s:g} s; kernels of one group run one after the other"
                 )
 
-    def _release(self) -> None:
-        if self._owner:
-            self._owner = 0
-            self._lock.release()
+    def _release(self, owner: int = 0) -> None:
+        """Ends the turn, of thread `owner` alone if it is given: of several that wait for a thread that has died, one ends its turn."""
+        with self._release_lock:
+            if self._owner and owner in (0, self._owner):
+                self._owner = 0
+                self._lock.release()
 
     def _set_timeout(self) -> None:
         if self.transport.capturing():
@@ -224,6 +227,8 @@ class SymmetricHeap:
             layout.DATA_START: data_start,
             layout.DATA_STRIDE: data_stride,
             layout.GENERATION: self.generation,
+            layout.CLAIM: 0,  # see `_reset`
+            layout.SEND: 0,
         }
         transport.write(words | {layout.HEAPS + peer: base for peer, base in enumerate(heap.bases)})
         self.heap, self.total = heap, total
@@ -346,7 +351,7 @@ class SymmetricHeap:
 
     def look_after(self) -> bool:
         """Sets ABORT once a rank that is gone cannot have sent what is waited for. Returns whether to look again soon."""
-        transport = self.transport
+        transport, store = self.transport, self.board.store  # a reset may come in between: what is found belongs to this epoch
         if transport is None:
             return False
         pending = False
@@ -363,7 +368,7 @@ class SymmetricHeap:
             error = self._kernel_failure(launched=True)
             if error is not None:
                 log.error("torch_triton_dist: %s", error)
-                self.board.fail(str(error))
+                self.board.fail(str(error), store)
                 self._act(self._on_timeout, error)
         return pending or transport.needs_polling
 
@@ -419,7 +424,10 @@ class SymmetricHeap:
             counters = [layout.CLAIM, layout.SEND, layout.TICKET, layout.ABORT, layout.RECORDED, *entered]
             barriers = layout.sync_offset(self.world) // layout.WORD
             counters += range(barriers, barriers + layout.SYNC_WORDS * layout.SYNC_TEAMS)
-            self.transport.write(dict.fromkeys(counters, 0) | {layout.LAUNCH: 1, layout.GENERATION: self.generation})
+            words = dict.fromkeys(counters, 0) | {layout.LAUNCH: 1, layout.GENERATION: self.generation}
+            if self.heap is None:  # a graph that is replayed before there is a heap again must not touch the one that is gone
+                words |= {layout.CLAIM: layout.NO_TILE, layout.SEND: layout.NO_TILE}
+            self.transport.write(words)
         self.needs, self._growths, self._poison, self._abort_from, self._reported = {}, 0, None, None, False
         board.exchange("reset done", True, timeout_s)
 

@@ -18,6 +18,7 @@ import torch
 
 from . import layout
 from .board import Board
+from .errors import RESET
 from .peers import Peers
 
 _CHUNK = 256 << 20  # bytes reserved between two looks at what is left
@@ -126,7 +127,16 @@ class HostTransport:
         return False
 
     def order(self) -> None:
-        """Launches of one group follow each other: the heap's lock sees to it."""
+        """Launches of one group follow each other: the heap's lock sees to it. One that did not end, because an assertion on the device
+        stopped it, cannot be followed.
+
+        Raises:
+            DistributedKernelError: the last kernel did not end.
+        """
+        table = self._controls[self._board.rank]
+        if table[layout.CLAIM] or table[layout.TICKET]:
+            text = f"the last kernel of this rank was stopped before its end (a failed assertion in it?). {RESET}."
+            raise self._board.error(text, post=True, reason="aborted")
 
     def close(self) -> None:
         """Memory goes with the last reference to it."""

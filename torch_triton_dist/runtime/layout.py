@@ -37,6 +37,8 @@ HEAPS = 16  # HEAPS + r: address at which this rank sees the heap of rank r
 # HEAPS + WORLD + r: address at which this rank sees the control block of rank r
 # HEAPS + 2 * WORLD + r: the stamp of the launch that rank r has entered last; rank r writes it
 
+NO_TILE = 2**31 - 1  # a claim that is larger than any tile; left in CLAIM and SEND once the group has given up, so that later launches end
+
 # Words of an error record.
 RECORD_WORDS = 16
 RECORD_STATE = 0  # 0: none, 1: complete (written last)
@@ -69,9 +71,12 @@ def signature_code(signature: str) -> int:
     return zlib.crc32(signature.encode()) % ((1 << SIGNATURE_BITS) - 1) + 1
 
 
+TABLES = 3  # words of the context table for each rank: heap, control block, stamp entered
+
+
 def context_words(world: int) -> int:
     """Words of the context table of a group of `world` ranks."""
-    return HEAPS + 3 * world
+    return HEAPS + TABLES * world
 
 
 def entered(world: int, rank: int) -> int:
@@ -84,6 +89,7 @@ def align(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
+# The kernels of language/extra compute these two offsets on the device.
 def record_offset(world: int) -> int:
     """Byte offset, in the control block, of the error record of a rank whose record lies there (transport host)."""
     return align(WORD * context_words(world))

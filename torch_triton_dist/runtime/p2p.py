@@ -25,6 +25,12 @@ from .peers import Peers
 
 _UNREAD = -(2**62)  # never a value of the words we read
 _READ_LIMIT_S = 1.0
+_INBOXES = 64
+
+# By device: the stream of the last launch, of whatever group, and its handle. Two kernels that spin and fill the GPU each must not be
+# resident in one order here and in the other order at a peer.
+_last_streams: dict[int, torch.cuda.Stream] = {}
+_last_handles: dict[int, int] = {}
 
 
 class P2PHeap:
@@ -75,8 +81,6 @@ class P2PTransport:
         self._board = board
         world, rank = board.world, board.rank
         self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
-        self._last_stream: torch.cuda.Stream | None = None
-        self._last_raw_stream = -1
         with torch.cuda.device(self.device):
             # Of the high-priority pool, which few programs draw from: the streams of a pool are shared once all are handed out,
             # and a stream on which a kernel spins would be of no use. Pool streams do not wait for the default stream.
@@ -84,7 +88,8 @@ class P2PTransport:
             self._record_memory, self._record = _pinned(layout.RECORD_WORDS)
             self._outbox_memory, self._outbox = _pinned(layout.control_bytes(world) // layout.WORD)
             self._told_memory, self._told = _pinned(world)
-            self._inbox_memory, self._inbox = _pinned(1)
+            self._inbox_memory, self._inbox = _pinned(_INBOXES)
+            self._inbox_word = 0
             self._inbox_lock = threading.Lock()
             own = board.guarded(
                 "allocating the control block",
@@ -111,17 +116,19 @@ class P2PTransport:
         complete when the sentinel in pinned memory has been overwritten.
         """
         with self._inbox_lock:
-            self._inbox[0] = _UNREAD
+            at = self._inbox_word
+            self._inbox[at] = _UNREAD
             with torch.cuda.stream(self._side):
-                self._inbox_memory.copy_(memory[word : word + 1], non_blocking=True)
+                self._inbox_memory[at : at + 1].copy_(memory[word : word + 1], non_blocking=True)
             end = time.monotonic() + _READ_LIMIT_S
-            while self._inbox[0] == _UNREAD:
+            while self._inbox[at] == _UNREAD:
                 if time.monotonic() > end:
+                    self._inbox_word = (at + 1) % _INBOXES  # the copy may come yet
                     raise RuntimeError(
                         f"cuda:{self.device.index} did not deliver a word of the control block in {_READ_LIMIT_S:g} s"
                     )
                 time.sleep(0.0001)
-            return self._inbox[0]
+            return self._inbox[at]
 
     def read(self, word: int) -> int:
         return self._fetch(self.context, word)
@@ -190,29 +197,30 @@ class P2PTransport:
         return torch.cuda.is_current_stream_capturing()
 
     def order(self) -> None:
-        """Rule 7: launches of a group run in one order. A launch on another stream than the last one waits for that stream.
+        """Rule 7: launches run in one order, those of all groups of a GPU. A launch on another stream than the last one waits for that
+        stream.
 
-        Replays of a captured graph do not pass here: replay graphs of one group on one stream.
+        Replays of a captured graph do not pass here: replay graphs on one stream.
         """
         raw = torch._C._cuda_getCurrentRawStream(self.device.index)
-        if raw != self._last_raw_stream:
+        if raw != _last_handles.get(self.device.index):
             self._change_stream(raw)
 
     def _change_stream(self, raw: int) -> None:
-        stream, last = torch.cuda.current_stream(self.device), self._last_stream
+        stream, last = torch.cuda.current_stream(self.device), _last_streams.get(self.device.index)
         if last is not None:
             with torch.cuda.stream(last):  # the default stream (0) cannot be captured, and must not be asked during a capture
                 last_captures = last.cuda_stream != 0 and torch.cuda.is_current_stream_capturing()
             if last_captures:
                 raise RuntimeError(
                     f"rank {self._board.rank} of group {self._board.group!r}: a CUDA graph is being captured on one stream, "
-                    "and a kernel of the same group is launched on another. Kernels of a group run in one order: launch them on "
+                    "and a distributed kernel is launched on another. Distributed kernels of a GPU run in one order: launch them on "
                     "one stream."
                 )
             # Work outside a capture cannot be waited for inside it; the capture itself began with a synchronisation.
             if not torch.cuda.is_current_stream_capturing():
                 stream.wait_stream(last)
-        self._last_stream, self._last_raw_stream = stream, raw
+        _last_streams[self.device.index], _last_handles[self.device.index] = stream, raw
 
     def close(self) -> None:
         """Lets kernels that use the memory end; it goes with the last reference to it."""

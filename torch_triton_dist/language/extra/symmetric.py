@@ -33,6 +33,7 @@ _ERROR = tl.constexpr(layout.ERROR)
 _DATA_START = tl.constexpr(layout.DATA_START)
 _DATA_STRIDE = tl.constexpr(layout.DATA_STRIDE)
 _HEAPS = tl.constexpr(layout.HEAPS)
+_TABLES = tl.constexpr(layout.TABLES)
 _ALIGNMENT = tl.constexpr(layout.ALIGNMENT)
 _RECORD_BYTES = tl.constexpr(layout.align(layout.WORD * layout.RECORD_WORDS))
 _SYNC_WORDS = tl.constexpr(layout.SYNC_WORDS)
@@ -249,7 +250,7 @@ def wait_until(sig_addr, CMP: tl.constexpr, value, ctx):
 def _counters(pe, TEAM: tl.constexpr, ctx):
     """Pointer to the counters of barriers of a team in the control block of `pe`, see `runtime.layout`."""
     world = tl.load(ctx + _WORLD)
-    record = ((_HEAPS + 2 * world) * 8 + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT
+    record = ((_HEAPS + _TABLES * world) * 8 + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT
     control = tl.load(ctx + _HEAPS + world + pe)
     return (control + record + _RECORD_BYTES).to(tl.pointer_type(tl.int64)) + TEAM * _SYNC_WORDS
 

@@ -24,7 +24,7 @@ def cross_compile(kernel: EagerKernel, plan: Plan, target: str):
     signature = {name: "*i64" if name == "CTX" else pointer for name in [*kernel.inputs, "OUT"]}
     signature |= dict.fromkeys(kernel.scalars, "i32")
     # The values that Triton would specialise: unit strides become constants, the rest is a multiple of 16.
-    unit_of_b = "B_stride_1" if plan.constants["B_ROWS"] else "B_stride_0"
+    unit_of_b = "B_stride_1" if plan.constants.get("B_ROWS") else "B_stride_0"
     unit = {name: 1 for name in ("A_stride_1", unit_of_b, "BIAS_stride_0", "OUT_stride_1") if name in kernel.scalars}
     signature |= dict.fromkeys(unit, "constexpr")
     attributes = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name not in unit}

@@ -151,7 +151,7 @@ def test_matmul_all_reduce(group):
     assert_expected_inline(
         launches(code, group),
         """\
-launch_context(cpu, GROUP, 49152, 6, 'matmul_all_reduce(x [24, *], weight [*, 96], torch.float32, sum, two_shot=False)')
+launch_context(cpu, GROUP, 65536, 8, 'matmul_all_reduce(x [24, *], weight [*, 96], torch.float32, sum, two_shot=False)')
 kernel 0
 after_launch(GROUP)""",
     )
@@ -171,13 +171,13 @@ def test_kernels_of_one_group_keep_their_order(group):
     assert_expected_inline(
         re.sub(r"kernel \d", "kernel", launches(code, group)),
         """\
-launch_context(cpu, GROUP, 12288, 3, 'matmul_all_reduce(x [16, *], weight [*, 48], torch.float32, sum, two_shot=False)')
+launch_context(cpu, GROUP, 16384, 4, 'matmul_all_reduce(x [16, *], weight [*, 48], torch.float32, sum, two_shot=False)')
 kernel
 after_launch(GROUP)
-launch_context(cpu, GROUP, 12288, 3, 'matmul_reduce_scatter(x [16, *], weight [*, 48], torch.float32, sum, inner=4)')
+launch_context(cpu, GROUP, 4096, 4, 'matmul_reduce_scatter_small(x [16, *], weight [*, 48], torch.float32, sum, inner=4)')
 kernel
 after_launch(GROUP)
-launch_context(cpu, GROUP, 3072, 7, 'all_gather_matmul(shard [4, 48], torch.float32, inner=4)')
+launch_context(cpu, GROUP, 3072, 548, 'all_gather_matmul_small(shard [4, 48], torch.float32, inner=4)')
 kernel
 after_launch(GROUP)""",
     )
@@ -192,3 +192,25 @@ def test_every_constant_of_a_kernel_is_a_literal(group):
     (kernel,) = kernels(generated(fn, torch.randn(24, 64), torch.randn(64, 96)))
     names = re.findall(r"TTD_GROUP : tl.constexpr = (.*)", kernel)
     assert names in ([], [repr(group.group_name)])
+
+
+def test_kernels_are_compiled_while_the_rest_is_generated(group, monkeypatch):
+    """Loading the module finds each kernel where `compile_early` has left it, and nothing is left behind."""
+    from torch._dynamo.utils import counters
+    from torch._inductor.async_compile import AsyncCompile, CompiledTritonKernels
+
+    from torch_triton_dist.lowerings import template
+
+    def fn(x, first, second):
+        return all_gather_tensor(all_reduce(x @ first, "sum", group), 0, group) @ second
+
+    monkeypatch.setattr(template, "EARLY", ("cpu",))
+    monkeypatch.setattr(torch._inductor.config, "compile_threads", 2)
+    for pool_is_ready in (False, True):  # Inductor's own
+        monkeypatch.setattr(AsyncCompile, "use_process_pool", lambda *args, ready=pool_is_ready: ready)
+        counters.clear()
+        before = set(CompiledTritonKernels._cache)
+        code = generated(fn, torch.randn(56, 40), torch.randn(40, 48), torch.randn(48, 72))
+        assert len(kernels(code)) == 2
+        assert counters["inductor"]["async_compile_cache_hit"] >= 2
+        assert set(CompiledTritonKernels._cache) == before

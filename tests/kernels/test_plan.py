@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from tests.kernels.test_rounds import expected
 from torch_triton_dist.backends import cpu
 from torch_triton_dist.kernels import all_gather_matmul as ag_mm
+from torch_triton_dist.kernels import all_gather_matmul_small as ag_small
 from torch_triton_dist.kernels import matmul_all_reduce as mm_ar
 from torch_triton_dist.kernels import matmul_reduce_scatter as mm_rs
 from torch_triton_dist.kernels import tiles as tile_shapes
@@ -68,7 +69,7 @@ def check_even(plan, rows, n, k):
 @many
 @given(**shapes)
 def test_reduce_scatter(world, rows, n, k, dtype, device):
-    plan = mm_rs.plan(world * rows, n, k, world, dtype, inner=rows, reduce_op="sum", bias_dims=0, device=device)
+    plan = mm_rs.plan(world * rows, n, k, world, dtype, inner=rows, reduce_op="sum", bias_dims=0, device=device, small=False)
     c = plan.constants
     check_even(plan, rows, n, k)
     tile_elements = c["BLOCK_M"] * c["BLOCK_N"]
@@ -88,7 +89,7 @@ def test_all_reduce(world, rows, n, k, dtype, device, two_shot):
     tiles = cdiv(rows, c["BLOCK_M"]) * cdiv(n, c["BLOCK_N"])
     others = world - 1
     if not c["TWO_SHOT"]:
-        indices = [tile * others + distance for tile in range(tiles) for distance in range(others)]
+        indices = list(range(tiles * world))
         check_slots(plan, [(index * tile_elements, tile_elements) for index in indices], indices, dtype.itemsize)
         return
     share = c["S"]
@@ -109,7 +110,7 @@ def test_all_reduce(world, rows, n, k, dtype, device, two_shot):
 @many
 @given(**shapes)
 def test_all_gather(world, rows, n, k, dtype, device):
-    plan = ag_mm.plan(rows, n, k, world, dtype, inner=rows, has_bias=False, gather=False, device=device)
+    plan = ag_mm.plan(rows, n, k, world, dtype, inner=rows, has_bias=False, gather=False, device=device, small=False)
     c = plan.constants
     check_even(plan, rows, n, k)
     blocks, chunks = cdiv(rows, c["BLOCK_M"]), c["CHUNKS"]
@@ -120,11 +121,45 @@ def test_all_gather(world, rows, n, k, dtype, device):
     check_slots(plan, [(source * rows * k, rows * k) for source in range(world)], flags + counts, dtype.itemsize)
 
 
+few = {**shapes, "rows": st.integers(1, 64)}
+
+
+@many
+@given(**few)
+def test_small_all_gather(world, rows, n, k, dtype, device):
+    plan = ag_small.plan(rows, n, k, world, dtype, inner=rows, has_bias=False, gather=False, device=device)
+    c = plan.constants
+    check_even(plan, world * rows, n, k)
+    chunks = c["GROUPS"] * c["CHUNKS"]
+    assert chunks * c["PUSH_K"] >= k and c["PUSH_K"] % c["BLOCK_C"] == c["PUSH_K"] % c["BLOCK_K"] == 0
+    assert c["CHUNKS"] < 1 << 16 and c["GROUPS"] % c["SPLITS"] == 0  # the count of a group has 16 bits
+    parts = cdiv(world * rows, c["BLOCK_M"]) * cdiv(n, c["BLOCK_N"]) * c["SPLITS"]
+    flags = [group * world + rank for group in range(c["GROUPS"]) for rank in range(world)]
+    counts = [len(flags) + group for group in range(c["GROUPS"])]
+    counts += [len(flags) + c["GROUPS"] + tile for tile in range(parts // c["SPLITS"])] if c["SPLITS"] > 1 else []
+    size, tile = dtype.itemsize, c["BLOCK_M"] * c["BLOCK_N"] * 4
+    slots = [(source * rows * k * size, rows * k * size) for source in range(world)]
+    slots += [(c["SCRATCH"] + part * tile, tile) for part in range(parts)] if c["SPLITS"] > 1 else []
+    check_slots(plan, slots, flags + counts, 1)
+
+
+@many
+@given(**few)
+def test_small_reduce_scatter(world, rows, n, k, dtype, device):
+    plan = mm_rs.plan(world * rows, n, k, world, dtype, inner=rows, reduce_op="sum", bias_dims=0, device=device, small=True)
+    c = plan.constants
+    check_even(plan, world * rows, n, k)
+    tiles_n = cdiv(n, c["BLOCK_N"])
+    assert c["TILES_M"] == cdiv(world * rows, c["BLOCK_M"]) and c["BLOCK_R"] >= rows
+    slot = rows * tiles_n * c["BLOCK_N"]
+    check_slots(plan, [(source * slot, slot) for source in range(world)], list(range(c["TILES_M"] * tiles_n * world)), dtype.itemsize)
+
+
 @given(**shapes, steps=st.integers(1, 3), two_shot=st.booleans())
 @settings(max_examples=80, deadline=None)
 def test_claims_reach_every_tile_once(world, rows, n, k, dtype, device, steps, two_shot):
     """Every rank sends its product of each tile of the others, sums each of its own, and copies each sum of the others."""
-    scatter = mm_rs.plan(world * rows, n, k, world, dtype, inner=rows, reduce_op="sum", bias_dims=0, device=device)
+    scatter = mm_rs.plan(world * rows, n, k, world, dtype, inner=rows, reduce_op="sum", bias_dims=0, device=device, small=False)
     reduce = mm_ar.plan(steps * rows, n, k, world, dtype, reduce_op="sum", bias_dims=0, device=device, two_shot=two_shot)
     for plan, height in ((scatter, rows), (reduce, steps * rows)):
         c = plan.constants
@@ -160,12 +195,15 @@ def test_what_ranks_share_does_not_depend_on_what_they_do_not(world, rows, n, k,
 
     def gather(columns, keep, form=""):
         plan = ag_mm.plan(rows, columns, k, world, dtype, inner=rows, has_bias=keep, gather=keep, device=device, tma=form)
-        assert plan.constants["TMA"] == (form != "" and plan.constants["BLOCK_M"] >= tile_shapes.TMA_ROWS)
+        small = plan.kernel == ag_small.NAME
+        assert plan.constants["TMA"] == (form != "" and plan.constants["BLOCK_M"] >= tile_shapes.TMA_ROWS and not small)
         return plan
 
-    local = ("BLOCK_N", "BLOCK_K", "EVEN", "HAS_BIAS", "GATHER", "SENDERS", "TMA", "B_ROWS")
+    local = ("BLOCK_N", "BLOCK_K", "EVEN", "HAS_BIAS", "GATHER", "SENDERS", "SPLITS", "TMA", "B_ROWS")
+    if gather(n, False).kernel == ag_small.NAME:
+        local += ("BLOCK_M",)
     assert shared(gather(n, False), *local) == shared(gather(other, True, tma), *local)
-    assert {"BLOCK_M", "CHUNKS", "PUSH_K", "SIGNATURE"} <= shared(gather(n, False), *local)[3].keys()
+    assert {"CHUNKS", "PUSH_K", "SIGNATURE"} <= shared(gather(n, False), *local)[3].keys()
 
     def reduced(depth, form=""):
         return mm_ar.plan(rows, n, depth, world, dtype, reduce_op="sum", bias_dims=0, device=device, tma=form)
@@ -176,7 +214,7 @@ def test_what_ranks_share_does_not_depend_on_what_they_do_not(world, rows, n, k,
     for plan in (reduced, scattered):
         local = ("BLOCK_K", "EVEN", "TMA", "B_ROWS")
         assert shared(plan(k), *local) == shared(plan(max(1, other), tma), *local)
-        assert {"BLOCK_M", "BLOCK_N", "S", "SIGNATURE"} <= shared(plan(k), *local)[3].keys()
+        assert {"BLOCK_M", "BLOCK_N", "SIGNATURE"} <= shared(plan(k), *local)[3].keys()
 
 
 def test_signatures_tell_problems_apart():

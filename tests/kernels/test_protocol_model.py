@@ -29,6 +29,7 @@ DATA_FIRST = "a flag is raised when the data are stored"
 COUNT_LAST = "a chunk is counted when it is stored"
 COUNT_ANEW = "the count of a block starts from n << 16"
 COUNTED = "the last chunk of a block raises its flag, not each one"
+ADD_LAST = "the parts of a tile are added by who has stored the last one"
 PAY_BEFORE_WAIT = "a program pays what it owes before it waits"
 PAY_BEFORE_LEAVE = "a program pays what it owes before it leaves"
 SEND_FIRST = "what others wait for is claimed before what waits"
@@ -126,22 +127,22 @@ class Program:
         yield
         self.ranks[target].flags[self.half, flag] = self.stamp
 
-    def notify_peers(self, flag, step):
-        """Flags `flag` + (i - 1) * step at ranks me + i, in any order."""
-        peers = list(range(1, self.world))
-        random.Random(self.n * 31 + flag).shuffle(peers)
-        for i in peers:
-            yield from self.notify((self.me + i) % self.world, flag + (i - 1) * step)
+    def notify_all(self, flag):
+        """The flag at all ranks, in any order."""
+        ranks = list(range(self.world))
+        random.Random(self.n * 31 + flag).shuffle(ranks)
+        for rank in ranks:
+            yield from self.notify(rank, flag)
 
     def wait(self, flags):
-        """Waits for flags, (index, rank that raises it) each."""
+        """Waits for flags, (index, rank that raises it) each, one after the other."""
         own = self.ranks[self.me]
 
         def other(peer):
             return own.entered[peer] >> 16 == self.n and own.entered[peer] != self.stamp
 
-        yield lambda: all(own.flags[self.half, flag] >> 16 >= self.n for flag, _ in flags) or any(other(peer) for _, peer in flags)
         for flag, peer in flags:
+            yield lambda flag=flag, peer=peer: own.flags[self.half, flag] >> 16 >= self.n or other(peer)
             seen = own.flags[self.half, flag]
             if other(peer) or (seen >> 16 == self.n and seen != self.stamp):
                 raise Mismatch(f"rank {self.me}, launch {self.n}, flag {flag} of rank {peer}")
@@ -150,6 +151,9 @@ class Program:
 
     def wait_peers(self, first):
         yield from self.wait([(first + j, (self.me - 1 - j) % self.world) for j in range(self.world - 1)])
+
+    def wait_all(self, first, count=1):
+        yield from self.wait([(first + i * self.world + rank, rank) for i in range(count) for rank in range(self.world)])
 
     def load(self, slot, value, size=1):
         """Reads a slot of the own heap, twice."""
@@ -182,7 +186,7 @@ def rounds_of(p, rounds, s, copies=False):
 
 
 @kernel_maker
-def reduce_scatter(tiles, s=1, size=1, defer=False):
+def reduce_scatter(tiles, s=1, size=1):
     def kernel(p):
         order = rounds_of(p, -(-tiles // s), s)
         owed = None
@@ -201,9 +205,6 @@ def reduce_scatter(tiles, s=1, size=1, defer=False):
                         yield from p.notify(owner, index)
                     yield from p.store(owner, index, ("rs", p.me, owner, tile), size)
                     owed = (owner, index)
-                    if not defer:
-                        yield from p.notify(*owed)
-                        owed = None
                 else:
                     first = tile * (p.world - 1)
                     yield from p.wait_peers(first)
@@ -221,26 +222,26 @@ def one_shot(tiles, size=1):
     def kernel(p):
         claim = yield from p.first_claim()
         while claim < tiles:
-            tile, first = claim, claim * (p.world - 1)
+            tile, first = claim, claim * p.world
             if not p.keeps(SEND_FIRST):
-                yield from p.wait_peers(first)
+                yield from p.wait_all(first)
             yield  # the product
             if not p.keeps(DATA_FIRST):
-                yield from p.notify_peers(first, 1)
+                yield from p.notify_all(first + p.me)
             for i in range(1, p.world):
-                yield from p.store((p.me + i) % p.world, first + i - 1, ("ar", p.me, tile), size)
-            yield from p.notify_peers(first, 1)
+                yield from p.store((p.me + i) % p.world, first + p.me, ("ar", p.me, tile), size)
+            yield from p.notify_all(first + p.me)
             claim = yield from p.claim()  # while the products travel
-            yield from p.wait_peers(first)
+            yield from p.wait_all(first)
             for source in range(p.world):
                 if source != p.me:
-                    yield from p.load(first + (p.me - source) % p.world - 1, ("ar", source, tile), size)
+                    yield from p.load(first + source, ("ar", source, tile), size)
 
     return kernel
 
 
 @kernel_maker
-def two_shot(tiles, s=1, size=1, defer=False):
+def two_shot(tiles, s=1, size=1):
     def kernel(p):
         rounds = -(-tiles // (p.world * s))
         reduced = rounds * s * (p.world - 1)
@@ -250,7 +251,7 @@ def two_shot(tiles, s=1, size=1, defer=False):
         def pay():
             index, debtor = owed
             if debtor is None:
-                yield from p.notify_peers(reduced + index, 0)
+                yield from p.notify_all(reduced + index)
             else:
                 yield from p.notify(debtor, index)
 
@@ -279,13 +280,10 @@ def two_shot(tiles, s=1, size=1, defer=False):
                     if owed:  # only without the rule: the kernel keeps one debt
                         yield from pay()
                     if not p.keeps(DATA_FIRST):
-                        yield from p.notify_peers(reduced + tile, 0)
+                        yield from p.notify_all(reduced + tile)
                     for i in range(1, p.world):
                         yield from p.store((p.me + i) % p.world, reduced + tile, ("sum", tile), size)
                     owed = (tile, None)
-                if owed and not defer:
-                    yield from pay()
-                    owed = None
             claim = yield from p.claim()
         if owed and p.keeps(PAY_BEFORE_LEAVE):
             yield from pay()
@@ -304,26 +302,14 @@ def all_gather(tiles_m, chunks=1, columns=(1, 1, 1, 1), gather=False, senders=1)
             peer = (p.me + p.world - 1 - send // blocks) % p.world
             block, chunk = send % blocks // chunks, send % blocks % chunks
             flag, slot = p.me * tiles_m + block, p.me * blocks + send % blocks
-            if not p.keeps(COUNT_LAST) or not p.keeps(DATA_FIRST):
-                yield from count(p, send, peer, flag)
+            early = not p.keeps(COUNT_LAST) or not p.keeps(DATA_FIRST)
+            if not early:
                 yield from p.store(peer, slot, ("ag", p.me, block, chunk))
-            else:
+            if chunks == 1 or (yield from count(p, p.world * tiles_m + send // chunks, chunks - 1, COUNTED)):
+                yield from p.notify(peer, flag)
+            if early:
                 yield from p.store(peer, slot, ("ag", p.me, block, chunk))
-                yield from count(p, send, peer, flag)
             send = yield from p.claim("send")
-
-    def count(p, send, peer, flag):
-        own, word = p.ranks[p.me].flags, (p.half, p.world * tiles_m + send // chunks)
-        counted = chunks - 1
-        if chunks > 1 and p.keeps(COUNTED):
-            if p.keeps(COUNT_ANEW):
-                yield
-                own[word] = max(own[word], p.n << 16)
-            yield
-            counted = own[word] % 65536
-            own[word] += 1
-        if counted == chunks - 1:
-            yield from p.notify(peer, flag)
 
     def kernel(p):
         blocks, tiles = tiles_m * chunks, tiles_m * columns[p.me]
@@ -345,6 +331,102 @@ def all_gather(tiles_m, chunks=1, columns=(1, 1, 1, 1), gather=False, senders=1)
             if source != p.me:
                 yield from p.wait([(source * tiles_m + piece // chunks, source)])
                 yield from p.load(source * blocks + piece, ("ag", source, piece // chunks, piece % chunks))
+            claim = yield from p.claim()
+
+    return kernel
+
+
+def count(p, word, last, rule):
+    """Whether this was the last of `last` + 1 counts in a word of the own flags."""
+    if not p.keeps(rule):
+        return True
+    own = p.ranks[p.me].flags
+    if p.keeps(COUNT_ANEW):
+        yield
+        own[p.half, word] = max(own[p.half, word], p.n << 16)
+    yield
+    counted = own[p.half, word] % 65536
+    own[p.half, word] += 1
+    return counted == last
+
+
+@kernel_maker
+def all_gather_small(groups=2, chunks=1, tiles=(1, 1, 1, 1), parts=1, gather=False):
+    """tiles: by rank, as the columns of `all_gather`."""
+
+    def chunk_of(source, chunk):
+        return source * groups * chunks + chunk
+
+    def send_all(p):
+        send = yield from p.claim("send")
+        while send < groups * chunks:
+            early = not p.keeps(COUNT_LAST) or not p.keeps(DATA_FIRST)
+            if not early:
+                yield from store_all(p, send)
+            group = send // chunks
+            if chunks == 1 or (yield from count(p, groups * p.world + group, chunks - 1, COUNTED)):
+                yield from p.notify_all(group * p.world + p.me)
+            if early:
+                yield from store_all(p, send)
+            send = yield from p.claim("send")
+
+    def store_all(p, send):
+        for i in range(1, p.world + 1):
+            yield from p.store((p.me + i) % p.world, chunk_of(p.me, send), ("ag", p.me, send))
+
+    def load_all(p, first, last):
+        for chunk in range(first, last):
+            for source in range(p.world):
+                yield from p.load(chunk_of(source, chunk), ("ag", source, chunk))
+
+    def kernel(p):
+        if p.keeps(HELP_FIRST) or p.pid == 0:
+            yield from send_all(p)
+        claim = yield from p.first_claim()
+        units, each = tiles[p.me] * parts, groups // parts
+        while claim < units:
+            tile, part = claim // parts, claim % parts
+            yield from p.wait_all(part * each * p.world, each)
+            yield from load_all(p, part * each * chunks, (part + 1) * each * chunks)
+            if parts > 1:
+                scratch = p.world * groups * chunks + tile * parts
+                yield from p.store(p.me, scratch + part, ("part", tile, part))
+                if (yield from count(p, groups * (p.world + 1) + tile, parts - 1, ADD_LAST)):
+                    for one in range(parts):
+                        yield from p.load(scratch + one, ("part", tile, one))
+            claim = yield from p.claim()
+        while gather and claim < units + groups * chunks:
+            chunk = claim - units
+            yield from p.wait_all(chunk // chunks * p.world)
+            yield from load_all(p, chunk, chunk + 1)
+            claim = yield from p.claim()
+
+    return kernel
+
+
+@kernel_maker
+def reduce_scatter_small(tiles_m, tiles_n, size=1):
+    def kernel(p):
+        order = [*range(tiles_m * tiles_n), *((tile_n,) for tile_n in range(tiles_n))]
+        if not p.keeps(SEND_FIRST):
+            order.reverse()
+        claim = yield from p.first_claim()
+        while claim < len(order):
+            step = order[claim]
+            if isinstance(step, int):
+                yield  # the product
+                flag = step * p.world + p.me
+                if not p.keeps(DATA_FIRST):
+                    yield from p.notify_all(flag)
+                for owner in range(p.world):
+                    yield from p.store(owner, p.me * tiles_m * tiles_n + step, ("rs", p.me, owner, step), size)
+                yield from p.notify_all(flag)
+            else:
+                first = step[0] * tiles_m
+                yield from p.wait_all(first * p.world, tiles_m)
+                for source in range(p.world):
+                    for tile in range(first, first + tiles_m):
+                        yield from p.load(source * tiles_m * tiles_n + tile, ("rs", source, p.me, tile), size)
             claim = yield from p.claim()
 
     return kernel
@@ -390,17 +472,20 @@ RESIDENT = [(1, 1), (3, 1), (3, 3)]  # programs, and how many run at a time
 SEQUENCES = {
     "reduce_scatter": [reduce_scatter(1)] * 4,
     "reduce_scatter of two sizes": [reduce_scatter(2, s=2), reduce_scatter(1, size=3), reduce_scatter(3, s=2)] * 2,
-    "reduce_scatter that owes": [reduce_scatter(2, s=2, defer=True), reduce_scatter(5, s=2, defer=True)] * 2,
+    "reduce_scatter in rounds": [reduce_scatter(2, s=2), reduce_scatter(5, s=2)] * 2,
     "one-shot all_reduce": [one_shot(3), one_shot(1)] * 2,
     "two-shot all_reduce, a tile a rank": [two_shot(4)] * 4,
-    "two-shot all_reduce, ragged": [two_shot(5), two_shot(11, s=2)] * 2,
-    "two-shot all_reduce that owes": [two_shot(4, defer=True), two_shot(9, s=2, defer=True)] * 2,
-    "two-shot all_reduce, fewer tiles than ranks": [two_shot(1), two_shot(2, defer=True)] * 2,
-    "two-shot then one-shot": [two_shot(4, defer=True), one_shot(1)] * 2,
+    "two-shot all_reduce, ragged": [two_shot(5), two_shot(9, s=2), two_shot(11, s=2)] * 2,
+    "two-shot all_reduce, fewer tiles than ranks": [two_shot(1), two_shot(2)] * 2,
+    "two-shot then one-shot": [two_shot(4), one_shot(1)] * 2,
     "all_gather": [all_gather(2, 1)] * 4,
     "all_gather in chunks": [all_gather(2, 3), all_gather(1, 2, senders=2)] * 2,
     "all_gather, all programs send first": [all_gather(2, 2, senders=3)] * 4,
     "all_gather, no columns on a rank": [all_gather(1, 2, (0, 1, 2, 1), gather=True)] * 4,
+    "small all_gather": [all_gather_small(2, 2), all_gather_small(1, 1)] * 2,
+    "small all_gather in parts": [all_gather_small(4, 2, (2, 2, 2, 2), parts=2), all_gather_small(2, 1, (3, 3, 3, 3), parts=2)] * 2,
+    "small all_gather, no columns on a rank": [all_gather_small(2, 2, (0, 1, 2, 1), gather=True)] * 4,
+    "small reduce_scatter": [reduce_scatter_small(2, 1), reduce_scatter_small(1, 3, size=2)] * 2,
     "all_gather, uneven columns": [all_gather(2, 2, (1, 3, 1, 2))] * 4,
 }
 
@@ -416,15 +501,17 @@ def test_no_interleaving_races_or_hangs(name, world):
 
 
 def any_kernel(pick, world):
-    tiles, s, size, defer = pick.randint(1, 6), pick.randint(1, 2), pick.randint(1, 2), pick.random() < 0.5
+    tiles, s, size, gather = pick.randint(1, 6), pick.randint(1, 2), pick.randint(1, 2), pick.random() < 0.5
     columns = tuple(pick.randint(0, 2) for _ in range(world))
     return pick.choice(
         [
-            reduce_scatter(tiles, s, size, defer),
+            reduce_scatter(tiles, s, size),
             one_shot(tiles, size),
-            two_shot(max(tiles, world), 1, size, defer),
-            two_shot(max(tiles, world * s), s, size, defer),
-            all_gather(pick.randint(1, 3), pick.randint(1, 3), columns, gather=0 in columns or defer, senders=pick.randint(1, 3)),
+            two_shot(max(tiles, world), 1, size),
+            two_shot(max(tiles, world * s), s, size),
+            all_gather_small(2 * pick.randint(1, 2), pick.randint(1, 3), columns, pick.randint(1, 2), gather=0 in columns or gather),
+            reduce_scatter_small(pick.randint(1, 2), pick.randint(1, 3), size),
+            all_gather(pick.randint(1, 3), pick.randint(1, 3), columns, gather=0 in columns or gather, senders=pick.randint(1, 3)),
         ]
     )
 
@@ -442,7 +529,7 @@ def test_no_sequence_of_kernels_races_or_hangs(world):
 # The rule that is left out, what then happens, and where: world, kernels, programs, how many run at a time.
 BROKEN = [
     (ROTATION, Race, 2, [reduce_scatter(1)] * 4, 1, 1),
-    (ROTATION, Race, 3, [reduce_scatter(2, defer=True)] * 4, 2, 2),
+    (ROTATION, Race, 3, [reduce_scatter(2)] * 4, 2, 2),
     (ROTATION, Race, 2, [one_shot(1)] * 4, 1, 1),
     (ROTATION, Race, 2, [two_shot(2), reduce_scatter(3)] * 2, 2, 2),  # two-shot alone has everybody's sums before it ends
     (ROTATION, Race, 2, [all_gather(1, 2)] * 4, 1, 1),
@@ -454,11 +541,21 @@ BROKEN = [
     (COUNTED, Race, 2, [all_gather(1, 3)], 2, 2),
     (COUNT_ANEW, Deadlock, 2, [all_gather(1, 3)] * 3, 1, 1),  # a count of the launch before the last
     (COUNT_ANEW, Deadlock, 2, [one_shot(4), one_shot(1), all_gather(1, 2)], 1, 1),  # a stamp in its place
-    (PAY_BEFORE_WAIT, Deadlock, 2, [reduce_scatter(1, defer=True)], 1, 1),
-    (PAY_BEFORE_WAIT, Deadlock, 4, [reduce_scatter(2, s=2, defer=True)], 1, 1),
-    (PAY_BEFORE_WAIT, Deadlock, 2, [two_shot(2, defer=True)], 1, 1),
-    (PAY_BEFORE_LEAVE, Deadlock, 2, [reduce_scatter(1, defer=True)], 3, 3),
-    (PAY_BEFORE_LEAVE, Deadlock, 2, [two_shot(2, defer=True)], 3, 3),
+    (ROTATION, Race, 2, [all_gather_small(2, 2)] * 4, 1, 1),
+    (ROTATION, Race, 2, [reduce_scatter_small(1, 1)] * 4, 1, 1),
+    (DATA_FIRST, Race, 2, [all_gather_small(1, 1)], 1, 1),
+    (DATA_FIRST, Race, 2, [reduce_scatter_small(1, 1)], 1, 1),
+    (COUNT_LAST, Race, 2, [all_gather_small(1, 3)], 2, 2),
+    (COUNTED, Race, 2, [all_gather_small(1, 3)], 2, 2),
+    (COUNT_ANEW, Deadlock, 2, [all_gather_small(1, 3)] * 3, 1, 1),
+    (ADD_LAST, Race, 2, [all_gather_small(2, 1, parts=2)], 2, 2),
+    (HELP_FIRST, Deadlock, 2, [all_gather_small(1, 1)], 2, 1),
+    (SEND_FIRST, Deadlock, 2, [reduce_scatter_small(1, 1)], 3, 1),
+    (PAY_BEFORE_WAIT, Deadlock, 2, [reduce_scatter(1)], 1, 1),
+    (PAY_BEFORE_WAIT, Deadlock, 4, [reduce_scatter(2, s=2)], 1, 1),
+    (PAY_BEFORE_WAIT, Deadlock, 2, [two_shot(2)], 1, 1),
+    (PAY_BEFORE_LEAVE, Deadlock, 2, [reduce_scatter(1)], 3, 3),
+    (PAY_BEFORE_LEAVE, Deadlock, 2, [two_shot(2)], 3, 3),
     (SEND_FIRST, Deadlock, 2, [reduce_scatter(1)], 3, 1),
     (SEND_FIRST, Deadlock, 2, [one_shot(1)], 3, 1),
     (SEND_FIRST, Deadlock, 2, [two_shot(2)], 3, 1),
@@ -503,7 +600,7 @@ def test_the_model_needs_a_wait_for_every_peer():
     assert found
 
 
-@pytest.mark.parametrize("first", [reduce_scatter(2), one_shot(2), two_shot(2, defer=True), all_gather(1, 2)])
+@pytest.mark.parametrize("first", [reduce_scatter(2), one_shot(2), two_shot(2), all_gather(1, 2), all_gather_small(2, 2)])
 @pytest.mark.parametrize("second", [reduce_scatter(2, size=2), one_shot(3), two_shot(3), all_gather(2, 2), all_gather(1, 1, (0, 0))])
 def test_ranks_that_run_different_kernels_always_hear_of_it(first, second):
     """Neither a hang nor a wrong result: some rank finds the other stamp. After launches that match, too."""

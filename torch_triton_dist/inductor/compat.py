@@ -6,6 +6,7 @@ import importlib.metadata
 import re
 import sys
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -86,3 +87,47 @@ def boxed(function: Callable[..., Any]) -> Callable[..., Any]:
     from torch._functorch.aot_autograd import make_boxed_func
 
     return make_boxed_func(function)
+
+
+_compilers: ThreadPoolExecutor | None = None
+
+
+def compile_early(name: str, source: str) -> None:
+    """Starts to compile a Triton kernel of the module that Inductor is generating, on a thread of this process.
+
+    Inductor's own way is a pool of processes, and while that is starting, as in the first compilation of a process, one kernel after the
+    other when the module is loaded. Triton's passes, LLVM and ptxas run without the interpreter's lock, so threads take them off the way.
+    When the module is loaded, Inductor finds the kernel where its pool leaves those that it has begun early."""
+    global _compilers
+    from torch._guards import CompileContext
+    from torch._inductor import async_compile
+    from torch._inductor.codecache import LambdaFuture
+    from torch._inductor.utils import IndentedBuffer
+    from torch._inductor.virtualized import V
+
+    threads = async_compile.get_compile_threads()
+    if threads <= 1:
+        return
+    lines = IndentedBuffer()
+    lines.splice(source, strip=True)
+    text = f"\n{lines.getvalue()}"  # as it will stand in the module
+    begun = async_compile.CompiledTritonKernels
+    if begun.get(text) is not None:
+        return
+
+    compile_id, is_backward = CompileContext.current_compile_id(), getattr(V.graph, "is_backward", False)
+
+    def work() -> Any:
+        async_compile._set_triton_ptxas_path()
+        kernel = async_compile._load_triton_kernel_from_source(name, text)
+        kernel.set_compile_info(compile_id, is_backward)
+        kernel.precompile(warm_cache_only=False, static_triton_bundle_key=begun.key(text))
+        return kernel
+
+    def result() -> Any:
+        begun.remove_future(text)  # one module has it now
+        return future.result()
+
+    _compilers = _compilers or ThreadPoolExecutor(min(8, threads), thread_name_prefix="torch_triton_dist_compile")
+    future = _compilers.submit(work)
+    begun.save(text, LambdaFuture(result))

@@ -1,4 +1,5 @@
-"""All-gather + GEMM: every rank holds a shard of the rows of x; all ranks multiply all rows with their own weight.
+"""All-gather + GEMM: every rank holds a shard of the rows of x; all ranks multiply all rows with their own weight. (Few rows:
+`all_gather_matmul_small`.)
 
 Symbols: shard [R, K] on each rank, weight [K, N], W ranks, output [W * R, N]. Row j of the shard of rank r is row
 (j // INNER * W + r) * INNER + j % INNER of the gathered tensor: INNER = R for a gather on dim 0, INNER = S / W for a gather of
@@ -30,6 +31,7 @@ from __future__ import annotations
 
 import torch
 
+from . import all_gather_matmul_small
 from .template import Plan, align, cdiv, grid_programs, input_precision, launch, triton_dtype
 from .tiles import TMA_ROWS, Tile, choose_tile, tma_form_of, wide_tile, wide_tile_pays
 
@@ -38,6 +40,8 @@ KERNEL_ID = 1
 
 # Programs that send before they multiply, where a program has more than one tile to multiply: these fill the link.
 SENDERS = 16
+# Global rows up to which `all_gather_matmul_small` is faster; on the CPU, just to use it.
+SMALL_ROWS = {"cpu": 32}
 
 SOURCE = r"""
 {{def_kernel(*INPUTS)}}
@@ -182,10 +186,18 @@ def plan(
     tma: str = "",
     tile: Tile | None = None,
     senders: int | None = None,
+    small: bool | None = None,
 ) -> Plan:
     """Plan for shard [rows, k] gathered over `world` ranks @ weight [k, n]; inner: rows of a shard that follow each other in the
     gathered tensor; gather: whether the gathered tensor is an output too; tma: see `tma_form`; tile: another one than `choose_tile`'s,
-    with the same rows on all ranks; senders: programs that send before they multiply."""
+    with the same rows on all ranks; senders: programs that send before they multiply; small: whether it is a plan for
+    `all_gather_matmul_small` (None: by the rows)."""
+    if small is None:
+        small = world * rows <= SMALL_ROWS.get(device.type, 384)
+    if small:
+        return all_gather_matmul_small.plan(
+            rows, n, k, world, dtype, inner=inner, has_bias=has_bias, gather=gather, device=device, tile=tile
+        )
     if tile is None:
         tile = choose_tile(world * rows, rows, n, k, dtype, device.type, wide=64)
         if tile.m == 128 and dtype.itemsize == 2 and wide_tile_pays(world * rows, n):
@@ -241,6 +253,7 @@ def run(
     gather: bool,
     tile: Tile | None = None,
     senders: int | None = None,
+    small: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Eager launch. shard [R, K] contiguous and 16-byte aligned, weight [K, N], bias [N] or None.
 
@@ -259,13 +272,15 @@ def run(
         tma=tma_form_of(shard, weight),
         tile=tile,
         senders=senders,
+        small=small,
     )
     tensors = {"A": shard, "B": weight, "OUT": shard.new_empty((world * rows, n))}
     if bias is not None:
         tensors["BIAS"] = bias
     if gather:
         tensors["GATHERED"] = shard.new_empty((world * rows, k))
-    launch(chosen, SOURCE, tensors, group, inputs(bias is not None, gather))
+    source = SOURCE if chosen.kernel == NAME else all_gather_matmul_small.SOURCE
+    launch(chosen, source, tensors, group, inputs(bias is not None, gather))
     return tensors["OUT"], tensors.get("GATHERED")
 
 

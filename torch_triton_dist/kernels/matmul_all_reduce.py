@@ -3,8 +3,8 @@
 Symbols: M, N, K as in x [M, K] @ weight [K, N] on each rank; W ranks; T = tiles_m * tiles_n tiles of BLOCK_M x BLOCK_N.
 
 Protocol, one-shot (few bytes, or two ranks)
-    claims 0 .. T-1: compute tile t, store it into slot [t][d] of every other rank's heap, raise flag [t][d] there, d = (receiver - me)
-    mod W - 1; then wait for the flags [t][.] of all others, add their slots to the own product; epilogue; store
+    claims 0 .. T-1: compute tile t, store it into slot [t][me] of every other rank's heap, raise flag [t][me] there; then wait for the
+    flags [t][.] of all ranks, add their slots to the own product; epilogue; store
 
 Protocol, two-shot (2/W of the bytes), in rounds of W*S tiles, S for each rank as their owner; l counts the tiles of an owner
     send  tiles of the other owners, those of rank me+1 first: compute, store into slot [l][d] of the owner, raise its flag [l][d],
@@ -14,7 +14,7 @@ Protocol, two-shot (2/W of the bytes), in rounds of W*S tiles, S for each rank a
     copy  tiles of the other owners: wait for flag `reduced` [t]; epilogue; store
     Claims go: send 0; send 1, sum 0; then send g, sum g-1, copy g-2 for every round g: what a rank waits for was sent a round ago.
 
-A program with many tiles raises the flags of a tile when it has computed its next one: by then the stores have arrived, and the release
+In two-shot, a program raises the flags of a tile when it has computed its next one: by then the stores have arrived, and the release
 has nothing to wait for. It owes the flags of one tile at most, and pays before it waits or ends.
 
 Example, two-shot: W=2, T=4, S=1: rounds {0, 1} and {2, 3}; rank 0 owns 0 and 2. Its claims: send 1, send 3, sum 0, sum 2, copy 1, copy 3.
@@ -143,29 +143,23 @@ SOURCE = r"""
                             tl.store(remote + tile.to(tl.int64) * (BLOCK_M * BLOCK_N) + in_tile, product.to(DTYPE), mask=mask)
                         owed = tile
                         debtor = -1
-{% if not DEFER %}
-                if owed >= 0:
-                    pay(flags, reduced_flags, owed, debtor, stamp, WORLD, CTX)
-                    owed = -1
-{% endif %}
             if copying | (owner == me):
 {% else %}
                 sent = product.to(DTYPE)
-                first = (tile * (WORLD - 1)).to(tl.int64) * (BLOCK_M * BLOCK_N)
+                first = (tile * WORLD).to(tl.int64) * (BLOCK_M * BLOCK_N)
                 for i in tl.static_range(1, WORLD):
-                    remote = dl.symm_at(slots, (me + i) % WORLD, alignment=16, ctx=CTX)
-                    tl.store(remote + first + (i - 1) * (BLOCK_M * BLOCK_N) + in_tile, sent, mask=mask)
-                dl.notify_peers(flags + tile * (WORLD - 1), stamp, WORLD, ctx=CTX)
+                    remote = dl.symm_at(slots, (me + i) % WORLD, alignment=16, ctx=CTX) + first + me * (BLOCK_M * BLOCK_N)
+                    tl.store(remote + in_tile, sent, mask=mask)
+                dl.notify_all(flags + tile * WORLD + me, stamp, WORLD, ctx=CTX)
                 claim = dl.claim(ctx=CTX)  # while the products travel
-                token = dl.wait_peers(flags + tile * (WORLD - 1), stamp, KERNEL_ID, WORLD, ctx=CTX)
+                token = dl.wait_all(flags + tile * WORLD, stamp, KERNEL_ID, WORLD, ctx=CTX)
                 parts = dl.consume_token(slots + first, token)
                 product = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
                 for source in range(WORLD):
                     if source == me:
                         product += sent.to(tl.float32)
                     else:
-                        part = parts + ((me + WORLD - source) % WORLD - 1) * (BLOCK_M * BLOCK_N)
-                        product += tl.load(part + in_tile, mask=mask, other=0.0).to(tl.float32)
+                        product += tl.load(parts + source * (BLOCK_M * BLOCK_N) + in_tile, mask=mask, other=0.0).to(tl.float32)
                 product = product * SCALE
             if True:
 {% endif %}
@@ -215,7 +209,7 @@ def plan(
     size = tiles / 2 if 2 * PROCESSORS <= tiles <= 8 * PROCESSORS else tiles
     share = max(1, min(tiles // world, share_of_round(cdiv(tiles, world), world, max(1, int(size)))))
     rounds = cdiv(tiles, world * share)
-    slots = (world - 1) * rounds * share + tiles if two_shot else (world - 1) * tiles
+    slots = (world - 1) * rounds * share + tiles if two_shot else world * tiles
     constants = {
         "WORLD": world,
         "BLOCK_M": tile.m,
@@ -227,7 +221,6 @@ def plan(
         "B_ROWS": tma == "rows",
         "TWO_SHOT": two_shot,
         "S": share,
-        "DEFER": tiles >= 3 * programs,
         "BIAS_DIMS": bias_dims,
         "SCALE": 1.0 / world if reduce_op == "avg" else 1.0,
         "DTYPE": triton_dtype(dtype),

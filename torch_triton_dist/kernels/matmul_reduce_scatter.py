@@ -1,4 +1,5 @@
-"""GEMM + reduce-scatter: every rank multiplies its shard of K; each rank gets the sum over the ranks of its own rows.
+"""GEMM + reduce-scatter: every rank multiplies its shard of K; each rank gets the sum over the ranks of its own rows. (Few rows:
+`matmul_reduce_scatter_small`.)
 
 Symbols: M, N, K as in x [M, K] @ weight [K, N] on each rank; W ranks; R = M / W rows belong to each rank. T tiles of BLOCK_M x BLOCK_N
 cover the R x N result of one rank. Row j of rank r is row (j // INNER * W + r) * INNER + j % INNER of x: INNER = R for a scatter on
@@ -12,7 +13,7 @@ Protocol, in rounds of W*S tiles, S for each rank as their owner
     Claims go: send 0, then send g+1, sum g for every round g. So the link has work all the time, and what a rank waits for was sent
     a round ago.
 
-A program with many tiles raises the flag of a tile when it has computed its next one: by then the stores have arrived, and the release
+A program raises the flag of a tile when it has computed its next one: by then the stores have arrived, and the release
 has nothing to wait for. It owes one flag at most, and pays before it waits or ends.
 
 Example: W=2, x [8, K], BLOCK_M=2: R=4, T=2 (one tile in N), S=1. Rank 0 claims: send 0 (rows 4-5, for rank 1, into slot [0][0] there),
@@ -35,11 +36,15 @@ import math
 
 import torch
 
+from . import matmul_reduce_scatter_small
 from .template import Plan, align, cdiv, grid_programs, input_precision, launch, triton_dtype
 from .tiles import PROCESSORS, TMA_ROWS, Tile, choose_tile, share_of_round, tma_form_of
 
 NAME = "matmul_reduce_scatter"
 KERNEL_ID = 2
+
+# Global rows up to which `matmul_reduce_scatter_small` is faster; on the CPU, just to use it.
+SMALL_ROWS = {"cpu": 32}
 
 SOURCE = r"""
 {{def_kernel(*INPUTS)}}
@@ -108,10 +113,6 @@ SOURCE = r"""
                 tl.store(remote + in_tile, product.to(DTYPE), mask=mask)
                 owed = index
                 debtor = owner
-{% if not DEFER %}
-                dl.notify(flags + owed, debtor, signal=stamp, ctx=CTX)
-                owed = -1
-{% endif %}
             else:
                 token = dl.wait_peers(flags + tile * (WORLD - 1), stamp, KERNEL_ID, WORLD, ctx=CTX)
                 partials = dl.consume_token(slots + (tile * (WORLD - 1)).to(tl.int64) * (BLOCK_M * BLOCK_N), token)
@@ -146,10 +147,18 @@ def plan(
     device: torch.device,
     tma: str = "",
     tile: Tile | None = None,
+    small: bool | None = None,
 ) -> Plan:
     """Plan for x [m, k] @ weight [k, n] (k per rank) over `world` ranks; inner: rows of x that follow each other in a shard; tma: see
-    `tma_form`; tile: another one than `choose_tile`'s, the same on all ranks."""
+    `tma_form`; tile: another one than `choose_tile`'s, the same on all ranks; small: whether it is a plan for
+    `matmul_reduce_scatter_small` (None: by the rows)."""
     rows = m // world
+    if small is None:
+        small = m <= SMALL_ROWS.get(device.type, 256)
+    if small:
+        return matmul_reduce_scatter_small.plan(
+            m, n, k, world, dtype, inner=inner, reduce_op=reduce_op, bias_dims=bias_dims, device=device, tile=tile
+        )
     tile = tile or choose_tile(m, rows, n, k, dtype, device.type, wide=256 if rows > 32 else 128)
     if tile.m < TMA_ROWS or (inner != rows and inner % tile.m):  # the rows of a tile do not follow each other in x
         tma = ""
@@ -169,7 +178,6 @@ def plan(
         "TMA": bool(tma),
         "B_ROWS": tma == "rows",
         "S": share,
-        "DEFER": world * tiles >= 3 * programs,
         "BIAS_DIMS": bias_dims,
         "SCALE": 1.0 / world if reduce_op == "avg" else 1.0,
         "DTYPE": triton_dtype(dtype),
@@ -202,6 +210,7 @@ def run(
     world: int,
     bias: torch.Tensor | None,
     tile: Tile | None = None,
+    small: bool | None = None,
 ) -> torch.Tensor:
     """Eager launch. x [M, K], weight [K, N], bias [N] or [M, N] or None; returns the rows of this rank, [M / world, N]."""
     (m, k), n = x.shape, weight.shape[1]
@@ -217,12 +226,14 @@ def run(
         device=x.device,
         tma=tma_form_of(x, weight),
         tile=tile,
+        small=small,
     )
     out = x.new_empty((m // world, n))
     tensors = {"A": x, "B": weight, "OUT": out}
     if bias is not None:
         tensors["BIAS"] = bias
-    launch(chosen, SOURCE, tensors, group, inputs(bias is not None))
+    source = SOURCE if chosen.kernel == NAME else matmul_reduce_scatter_small.SOURCE
+    launch(chosen, source, tensors, group, inputs(bias is not None))
     return out
 
 

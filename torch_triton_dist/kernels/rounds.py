@@ -85,8 +85,8 @@ def all_reduce_step(claim, rounds, S: tl.constexpr, WORLD: tl.constexpr):
 
 @triton.jit
 def pay(flags, sum_flags, owed, debtor, stamp, WORLD: tl.constexpr, CTX):
-    """Raises the flags that a program owes: flag `owed` of its product at rank `debtor`, or of its sum at all other ranks (-1)."""
+    """Raises the flags that a program owes: flag `owed` of its product at rank `debtor`, or of its sum at all ranks (-1)."""
     if debtor >= 0:
         dl.notify(flags + owed, debtor, signal=stamp, ctx=CTX)
     else:
-        dl.notify_peers(sum_flags + owed, stamp, WORLD, step=0, ctx=CTX)
+        dl.notify_all(sum_flags + owed, stamp, WORLD, ctx=CTX)

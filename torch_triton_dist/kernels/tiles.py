@@ -27,7 +27,7 @@ class Tile(NamedTuple):
     num_stages: int
 
 
-def _power_of_two(value: int, low: int, high: int) -> int:
+def power_of_two(value: int, low: int = 1, high: int = 1 << 30) -> int:
     """Smallest power of two that is at least `value`, inside [low, high]."""
     return min(high, max(low, 1 << max(0, value - 1).bit_length()))
 
@@ -37,25 +37,42 @@ def choose_tile(m: int, rows: int, n: int, k: int, dtype: torch.dtype, device_ty
     wide: columns of a tile when `rows` is small, the best of docs/measurements.md. Rows and columns of the tile do not depend on k."""
     if device_type == "cpu":
         # One tile of A, B and of the accumulator fit a core's second-level cache.
-        return Tile(_power_of_two(rows, 16, 64), _power_of_two(n, 16, 64), _power_of_two(k, 16, 64), 1, 1)
+        return Tile(power_of_two(rows, 16, 64), power_of_two(n, 16, 64), power_of_two(k, 16, 64), 1, 1)
     if dtype == torch.float32:
-        return Tile(_power_of_two(rows, 16, 128), _power_of_two(n, 16, 128 if rows > 64 else 64), 32, 8 if rows > 64 else 4, 4)
+        return Tile(power_of_two(rows, 16, 128), power_of_two(n, 16, 128 if rows > 64 else 64), 32, 8 if rows > 64 else 4, 4)
     if rows <= 64:  # the weights are read once: narrow tiles keep all multiprocessors reading
-        height = _power_of_two(rows, 16, 64)
-        width = _power_of_two(n, 32, wide)
+        height = power_of_two(rows, 16, 64)
+        width = power_of_two(n, 32, wide)
         stages = 6 if height + width <= 128 else 4 if width <= 128 else 3
         depth = 128 if k >= 4096 and height <= 32 and width <= 64 else 64
-        return Tile(height, width, _power_of_two(k, 32, depth), 4, stages)
+        return Tile(height, width, power_of_two(k, 32, depth), 4, stages)
     if m <= 128:
-        return Tile(64, _power_of_two(n, 32, 128), _power_of_two(k, 32, 64), 4, 4)
+        return Tile(64, power_of_two(n, 32, 128), power_of_two(k, 32, 64), 4, 4)
     if m >= 2048 and n >= 2048:
         return wide_tile(k)
-    return Tile(128, _power_of_two(n, 32, 128), _power_of_two(k, 32, 64), 8, 4)
+    return Tile(128, power_of_two(n, 32, 128), power_of_two(k, 32, 64), 8, 4)
+
+
+def few_rows_tile(m: int, n: int, k: int, dtype: torch.dtype, device_type: str, widths: tuple[int, ...]) -> Tile:
+    """Tile for the kernels `*_small`: m rows over all ranks, n columns, depth k. Reading the weights is what takes the time, so they are
+    read by as many multiprocessors as there are, in long steps: of the `widths` the first that leaves none with a second tile. From 192
+    rows on, and where no width does, tiles of 128 x 128."""
+    if device_type == "cpu":
+        return choose_tile(m, m, n, k, dtype, device_type)
+    height = power_of_two(m, 16, 64)
+    fitting = next((width for width in widths if -(-m // height) * -(-n // width) <= PROCESSORS), None)
+    if m >= 192 or (m > 64 and fitting is None):
+        return choose_tile(256, 256, n, k, dtype, device_type)
+    width = min(fitting or widths[-1], power_of_two(n, 16))
+    if dtype == torch.float32:
+        return Tile(height, width, 32, 4, 4)
+    depth = power_of_two(k, 32, 128 if k >= 4096 and height <= 32 and width <= 64 else 64)
+    return Tile(height, width, depth, 4, 6 if height + width <= 128 else 4)
 
 
 def wide_tile(k: int) -> Tile:
     """The tile with the highest rate, for problems that give every multiprocessor several of it."""
-    return Tile(128, 256, _power_of_two(k, 32, 64), 8, 4 if has_tma(None) else 3)
+    return Tile(128, 256, power_of_two(k, 32, 64), 8, 4 if has_tma(None) else 3)
 
 
 def wide_tile_pays(m: int, n: int) -> bool:

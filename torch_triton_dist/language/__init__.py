@@ -12,7 +12,7 @@ every rank and every group.
 | `consume_token(ptr, token)` | the same pointer, but no load through it can move above the wait |
 | `notify(ptr, rank, signal, ctx=)` | make this program's stores visible, then raise a flag of `rank` |
 | `launch_number`, `flags`, `heap` | number of this launch, and its half of the flags and of the data |
-| `notify_peers`, `wait_peers` | the same for all other ranks at once |
+| `notify_all`, `wait_all`, `wait_peers` | the same for all ranks, or all other ranks, at once |
 | `stamp`, `wait_stamp` | value of the flags of this launch, which names what runs; spin until a peer has raised one |
 | `first_claim`, `claim`, `leave`, `alive` | next tile to work on; end of a program; whether the group is sound |
 | `fence_async`, `stores_done` | between a wait and TMA loads of what peers have stored; before a block barrier and a release |
@@ -35,13 +35,14 @@ from .core import (
     launch_number,
     leave,
     notify,
-    notify_peers,
+    notify_all,
     num_ranks,
     rank,
     stamp,
     stores_done,
     symm_at,
     wait,
+    wait_all,
     wait_peers,
     wait_stamp,
 )
@@ -65,7 +66,7 @@ __all__ = [
     "leave",
     "make_vector",
     "notify",
-    "notify_peers",
+    "notify_all",
     "num_ranks",
     "rank",
     "simt_exec_region",
@@ -74,6 +75,7 @@ __all__ = [
     "symm_at",
     "vector",
     "wait",
+    "wait_all",
     "wait_peers",
     "wait_stamp",
     "zeros_vector",

@@ -61,7 +61,7 @@ REASON_TOLD = tl.constexpr(layout.REASON_TOLD)
 REASON_MISMATCH = tl.constexpr(layout.REASON_MISMATCH)
 SIGNATURE_BITS = tl.constexpr(layout.SIGNATURE_BITS)
 
-NO_TILE = tl.constexpr(2**31 - 1)
+NO_TILE = tl.constexpr(layout.NO_TILE)
 POLLS = tl.constexpr(16)  # looks at a flag between two looks at the deadline and the abort word
 
 # Default arguments: Triton 3.6 does not take a plain string for a constexpr default of a function that a kernel calls.
@@ -155,7 +155,8 @@ def heap(launch, dtype: tl.constexpr, ctx=None):
 @triton.jit
 def claim(ctx=None, counter: tl.constexpr = CLAIM):
     """Next tile of this launch, int32, from 0: each number goes to one program of this rank. Once the group has been told to give up,
-    at most one more tile is handed out on this rank; what follows is larger than any tile, so that a kernel leaves its loops.
+    what is handed out is larger than any tile, so that a kernel leaves its loops (but for one tile more, and the first claims of programs
+    that begin just then); later launches hand out none.
 
     Claiming replaces `program_id`: a single resident program then does all the work in order, and no program waits for one that
     has not started (NCCL may hold the other multiprocessors, and programs run one after the other on a CPU thread).
@@ -221,8 +222,13 @@ def leave(ctx=None):
             # Told to give up while it was not waiting: tiles were left out, and the host must hear of it. The record of a wait wins.
             zero = tl.full((), 0, tl.int64)
             _give_up(0, zero, zero, zero, tl.full((), -1, tl.int64), REASON_TOLD, ctx)
-        tl.store(ctx + CLAIM, 0)
-        tl.store(ctx + SEND, 0)
+            # Launches that are queued behind this one find no tile: they must not write into heaps that a peer still reads, which it may,
+            # since this launch may have ended without waiting for it.
+            first = tl.full((), NO_TILE, tl.int64)
+        else:
+            first = tl.full((), 0, tl.int64)
+        tl.store(ctx + CLAIM, first)
+        tl.store(ctx + SEND, first)
         tl.store(ctx + TICKET, 0)
         tl.store(ctx + LAUNCH, tl.load(ctx + LAUNCH) + 1)
 
@@ -254,18 +260,16 @@ def notify(ptr, rank, signal=1, sig_op: tl.constexpr = SET, comm_scope: tl.const
 
 
 @triton.jit
-def notify_peers(flags, signal, WORLD: tl.constexpr, step: tl.constexpr = 1, ctx=None):
-    """`notify` for all other ranks at once: raises flag `flags` + (i - 1) * `step` (an address of the own heap) at rank me + i, for i in
-    1 .. WORLD - 1. One release each, made by different threads at the same time."""
-    me = tl.load(ctx + RANK)
-    i = tl.arange(1, 1 + triton.next_power_of_2(WORLD))
-    others = i < WORLD
-    bases = tl.load(ctx + HEAPS + (me + i) % WORLD, mask=others, other=0)
-    offset = flags.to(tl.int64) - tl.load(ctx + HEAPS + me)
-    targets = (bases + offset + (i - 1) * (8 * step)).to(tl.pointer_type(tl.int64))
+def notify_all(flag, signal, WORLD: tl.constexpr, ctx=None):
+    """`notify` for all ranks at once, the own one included: raises `flag` (int64, an address of the own heap) in every heap. One release
+    each, made by different threads at the same time."""
+    i = tl.arange(0, triton.next_power_of_2(WORLD))
+    ranks = i < WORLD
+    bases = tl.load(ctx + HEAPS + i, mask=ranks, other=0)
+    offset = flag.to(tl.int64) - tl.load(ctx + HEAPS + tl.load(ctx + RANK))
     stores_done()
     tl.debug_barrier()  # the stores of all threads, see NOTE [order of data and flags]
-    tl.atomic_xchg(targets, signal, mask=others, sem="release", scope="sys")
+    tl.atomic_xchg((bases + offset).to(tl.pointer_type(tl.int64)), signal, mask=ranks, sem="release", scope="sys")
 
 
 @triton.jit
@@ -333,7 +337,7 @@ def wait(
     scope: "sys" for a flag that a peer raises ("gpu" inside one device); semantic: "acquire".
     kernel, peer: who waits for whom (an id of `layout.KERNELS`, a rank); they only serve the error message.
     The wait ends early when the deadline of the context has passed or the group was told to give up; it then records the error,
-    `claim` hands out at most one more tile, and the host raises: what the kernel has written by then is never handed to the user.
+    `claim` hands out nothing more, and the host raises: what the kernel has written by then is never handed to the user.
     """
     tl.static_assert(semantic == "acquire", "dl.wait: semantic is 'acquire'")
     token = tl.full((), 0, tl.int64)
@@ -359,17 +363,35 @@ def wait_stamp(flag, stamp, kernel: tl.constexpr, peer, ctx=None):
 
 
 @triton.jit
-def wait_peers(flags, stamp, kernel: tl.constexpr, WORLD: tl.constexpr, ctx=None):
-    """`wait_stamp` for WORLD - 1 consecutive flags, the j-th of which rank me - 1 - j raises (as `notify_peers` does with step 1)."""
-    j = tl.arange(0, triton.next_power_of_2(WORLD))
-    others = j < WORLD - 1
+def _all_raised(flags, stamp, COUNT: tl.constexpr):
+    """Looks at `COUNT` flags at once, some times. Returns 0, int64, when all have been raised."""
+    j = tl.arange(0, triton.next_power_of_2(COUNT if COUNT > 0 else 1))
     polls = 0
     missing = tl.full((), 1, tl.int64)
-    # All flags at one look; threads agree, since the values of an atomic are handed to all of them.
-    while (missing != 0) & (polls < POLLS):
-        seen = tl.atomic_add(flags + j, 0, mask=others, sem="acquire", scope="sys")
-        missing = tl.max(tl.where(others, seen ^ stamp, 0), 0)
+    while (missing != 0) & (polls < POLLS):  # threads agree, since the values of an atomic are handed to all of them
+        seen = tl.atomic_add(flags + j, 0, mask=j < COUNT, sem="acquire", scope="sys")
+        missing = tl.max(tl.where(j < COUNT, seen ^ stamp, 0), 0)
         polls += 1
+    return missing
+
+
+@triton.jit
+def wait_all(flags, stamp, kernel: tl.constexpr, WORLD: tl.constexpr, COUNT: tl.constexpr = 1, ctx=None):
+    """`wait_stamp` for COUNT * WORLD consecutive flags, number j of which rank j % WORLD raises (`notify_all`)."""
+    missing = _all_raised(flags, stamp, COUNT * WORLD)
+    token = tl.full((), 0, tl.int64)
+    if missing != 0:
+        me = tl.load(ctx + RANK).to(tl.int32)
+        for i in range(COUNT * WORLD):  # the own flags last: they may be missing because this rank waits for a peer, which is to be named
+            peer = (me + 1 + i // COUNT) % WORLD
+            token += wait_stamp(flags + i % COUNT * WORLD + peer, stamp, kernel, peer, ctx=ctx)
+    return token + tl.minimum(missing, 0)  # zero, as in `wait`
+
+
+@triton.jit
+def wait_peers(flags, stamp, kernel: tl.constexpr, WORLD: tl.constexpr, ctx=None):
+    """`wait_stamp` for WORLD - 1 consecutive flags, the j-th of which rank me - 1 - j raises."""
+    missing = _all_raised(flags, stamp, WORLD - 1)
     token = tl.full((), 0, tl.int64)
     if missing != 0:
         me = tl.load(ctx + RANK).to(tl.int32)

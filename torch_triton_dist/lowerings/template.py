@@ -14,8 +14,19 @@ from torch._inductor.select_algorithm import SymbolicGridFn, TritonTemplate, Tri
 from torch._inductor.virtualized import V
 from torch.utils._ordered_set import OrderedSet
 
-from ..kernels import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
+from ..inductor.compat import compile_early
+from ..kernels import (
+    all_gather_matmul,
+    all_gather_matmul_small,
+    matmul_all_reduce,
+    matmul_reduce_scatter,
+    matmul_reduce_scatter_small,
+)
 from ..kernels.template import IMPORTS, Plan
+
+# Devices whose kernels are compiled while Inductor generates the rest of the module. Not the CPU: there the ranks of a host wait for each
+# other's compilations, and share its cores.
+EARLY = ("cuda",)
 
 
 class DistributedTemplateKernel(TritonTemplateKernel):
@@ -23,6 +34,11 @@ class DistributedTemplateKernel(TritonTemplateKernel):
 
     def jit_lines(self) -> str:
         return IMPORTS + textwrap.dedent(super().jit_lines())
+
+    def emit_kernel_override(self, wrapper: Any, src_code: str, kernel_name: str, *rest: Any) -> bool:
+        if V.graph.get_current_device_or_throw().type in EARLY:
+            compile_early(kernel_name if inductor_config.triton.unique_kernel_names else "triton_", src_code)
+        return super().emit_kernel_override(wrapper, src_code, kernel_name, *rest)
 
     def call_kernel(self, name: str, node: Any = None, deallocate_ws: bool = True) -> None:
         super().call_kernel(name, node, deallocate_ws)
@@ -46,7 +62,7 @@ def _grid(programs: Any, meta: dict[str, Any], *, cdiv: Any) -> tuple[Any, int, 
 
 _TEMPLATES = {
     module.NAME: DistributedTemplate(name=f"ttd_{module.NAME}", grid=_grid, source=module.SOURCE)
-    for module in (all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce)
+    for module in (all_gather_matmul, all_gather_matmul_small, matmul_reduce_scatter, matmul_reduce_scatter_small, matmul_all_reduce)
 }
 
 
@@ -98,6 +114,7 @@ def launch(
     )
     # The context is the group's own memory: Inductor may neither reuse it nor think that it is fresh.
     context.realize()
+    _order(context.data.data, group)
     V.graph.never_reuse_buffers.add(context.get_name())
     nodes = [context if name == "CTX" else tensors[name] for name in inputs]
     layout = ir.FixedLayout(device, dtype, size)
@@ -121,16 +138,21 @@ def launch(
     buffer = output.data.data
     # On the buffer, not in the kernel's source: groups share one compiled kernel.
     buffer.ttd_group, buffer.ttd_needs = group, (plan.nbytes, plan.nflags)
-    _chain(buffer, group)
+    _order(buffer, group)
+    # Behind the change that this kernel makes to its context, not behind its result: a result that somebody else waits for could not
+    # stay in registers when its consumers fuse into the kernel.
+    _last_changes()[group] = next(change.get_name() for change in buffer.get_outputs() if change is not buffer)
     return output
 
 
-def _chain(kernel: ir.TritonTemplateBuffer, group: str) -> None:
-    """Kernels of one group run in the order of the graph on every rank, whatever the scheduler would like to move.
+def _last_changes() -> dict[str, str]:
+    """By group: what the last kernel changes, in the graph that is lowered."""
+    return V.graph.__dict__.setdefault("ttd_last_changes", {})
 
-    A kernel waits for the change that the one before makes to its context, not for its result: a result that somebody else waits
-    for could not stay in registers when its consumers fuse into the kernel."""
-    last: dict[str, str] = V.graph.__dict__.setdefault("ttd_last_kernel", {})
-    if group in last:
-        V.graph.additional_star_deps.setdefault(kernel.get_operation_name(), OrderedSet()).add(last[group])
-    last[group] = next(output.get_name() for output in kernel.get_outputs() if output is not kernel)
+
+def _order(operation: Any, group: str) -> None:
+    """Launches of a group (its context, which may grow the heap, and its kernel) follow the one before, in the order of the graph on every
+    rank, whatever the scheduler would like to move."""
+    last = _last_changes().get(group)
+    if last is not None:
+        V.graph.additional_star_deps.setdefault(operation.get_operation_name(), OrderedSet()).add(last)

@@ -1,0 +1,227 @@
+"""All-gather + GEMM of few rows: every weight is read once, for the rows of all ranks together, and by all programs.
+
+Symbols: shard [R, K] on each rank, weight [K, N], W ranks. X [W * R, K] is the gathered matrix as it lies in the heap, rank after rank;
+row j of rank r is row (j // INNER * W + r) * INNER + j % INNER of the output, as in `all_gather_matmul`. K is cut into GROUPS groups of
+CHUNKS chunks of PUSH_K columns. T = tiles_m * tiles_n tiles cover [W * R, N]; the depth of a tile is cut into SPLITS parts of
+GROUPS / SPLITS groups each, since a few narrow tiles would not keep all multiprocessors reading.
+
+Protocol. Sends and tiles are claimed from two counters; every program sends as long as something is left to be sent.
+    send   0 .. GROUPS*CHUNKS-1: store a chunk of the own rows into X of every rank, the own one included; who stores the last chunk of a
+           group (a count in the own heap) raises flag [group][me] at all ranks
+    tile   claims 0 .. T*SPLITS-1: wait for the flags [group][.] of its groups, multiply; with one part: epilogue; store. With several:
+           store the fp32 product into the own scratch [tile][part]; who stores the last part of a tile (another count) adds all parts;
+           epilogue; store
+    keep   (only with a GATHERED output) claims .. + GROUPS*CHUNKS: wait for the flags [group][.], copy a chunk of all rows into GATHERED
+
+Example: W=2, shards [2, 512], GROUPS=2, CHUNKS=1, PUSH_K=256, T=1, SPLITS=2. Rank 0 stores columns 0-255 of its rows 0-1 into X of both
+ranks, raises flag [0][0] at both; then columns 256-511, flag [1][0]. Claim 0 waits for flags [0][0] and [0][1], multiplies columns 0-255 of
+rows 0-3; claim 1 the others; who comes last adds the two.
+
+Why it cannot deadlock: a send never waits, and a program waits only when all sends of its rank have been claimed, by programs that run. So
+every rank raises all its flags whatever its peers do, also with a single resident program. Nobody waits for parts: the last one adds.
+
+Why it cannot race: flags of launch n are set to its stamp and waited for (NOTE [stamps] in language/core.py). X and scratch of launch n
+lie in half n % 2 and are written again in launch n+2 at the earliest. A rank starts n+2 after its own n+1, in which it has waited for a
+flag n+1 of every peer (K >= 1, and N >= 1 or a GATHERED output). A peer raises flag n+1 after its own launch n has ended, so nobody reads
+the half of n any more. Counts start from n << 16, which is more than any stamp or count of an earlier launch that may be left there.
+
+Parts are added in their order, whoever adds them: the same bits from run to run.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .template import Plan, align, cdiv, grid_programs, input_precision, triton_dtype
+from .tiles import PROCESSORS, Tile, few_rows_tile, power_of_two
+
+NAME = "all_gather_matmul_small"
+KERNEL_ID = 1  # to users it is the same operation
+
+GROUPS = 4  # pieces of K that are waited for apart; the most parts of a tile
+PARTS = 4 * PROCESSORS  # of all tiles together, at most
+SCRATCH = PROCESSORS * 128 * 128  # elements of all parts, at most
+PART_DEPTH = 512  # of a part, at least
+
+SOURCE = r"""
+{{def_kernel(*INPUTS)}}
+    R = {{size("A", 0)}}
+    N = {{size("B", 1)}}
+    K = {{size("A", 1)}}
+    n = dl.launch_number(ctx=CTX)
+    me = dl.rank(ctx=CTX)
+    stamp = dl.stamp(n, SIGNATURE)
+    tiles_m = tl.cdiv(R * WORLD, BLOCK_M)
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    tiles = tiles_m * tiles_n
+    flags = dl.flags(n, ctx=CTX)
+    sent_counts = flags + GROUPS * WORLD
+    part_counts = sent_counts + GROUPS
+    gathered = dl.heap(n, DTYPE, ctx=CTX)
+    scratch = tl.multiple_of((gathered.to(tl.int64) + SCRATCH).to(tl.pointer_type(tl.float32)), 16)
+    in_tile = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+
+    send = dl.claim(ctx=CTX, counter=dl.SEND)
+    while send < GROUPS * CHUNKS:
+        group = send // CHUNKS
+        for first in range(0, R, BLOCK_R):
+            own_rows = first + tl.arange(0, BLOCK_R)
+            for start in range(0, PUSH_K, BLOCK_C):
+                cols = send * PUSH_K + start + tl.arange(0, BLOCK_C)
+                moved = (own_rows < R)[:, None] & (cols < K)[None, :]
+                offsets = own_rows.to(tl.int64)[:, None] * K + cols[None, :]
+                piece = tl.load(A + offsets, mask=moved, other=0.0)
+                for i in tl.static_range(1, WORLD + 1):
+                    remote = dl.symm_at(gathered, (me + i) % WORLD, alignment=16, ctx=CTX) + tl.cast(me * R, tl.int64) * K
+                    tl.store(remote + offsets, piece, mask=moved)
+        last_sent = True
+{% if CHUNKS > 1 %}
+        tl.atomic_max(sent_counts + group, n << 16, sem="relaxed", scope="gpu")
+        dl.stores_done()
+        tl.debug_barrier()  # the stores of all threads, before the count says so
+        last_sent = tl.atomic_add(sent_counts + group, 1, sem="acq_rel", scope="gpu") % 65536 == CHUNKS - 1
+{% endif %}
+        if last_sent:
+            dl.notify_all(flags + group * WORLD + me, stamp, WORLD, ctx=CTX)
+        send = dl.claim(ctx=CTX, counter=dl.SEND)
+
+    claim = dl.first_claim(stamp, ctx=CTX)
+    while claim < tiles * SPLITS:
+        tile = claim // SPLITS
+        part = claim % SPLITS
+        tile_m = tile % tiles_m
+        tile_n = tile // tiles_m
+        rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+        cols = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+        row_mask = rows < R * WORLD
+        col_mask = cols < N
+        start = part * (GROUPS // SPLITS * CHUNKS * PUSH_K)
+        depth = tl.minimum(K - start, GROUPS // SPLITS * CHUNKS * PUSH_K)
+        token = dl.wait_all(flags + part * (GROUPS // SPLITS * WORLD), stamp, KERNEL_ID, WORLD, COUNT=GROUPS // SPLITS, ctx=CTX)
+        acc = matmul_tile(
+            dl.consume_token(gathered, token) + start, B + tl.cast(start, tl.int64) * {{stride("B", 0)}},
+            rows, cols, row_mask, col_mask, depth, K, 1, {{stride("B", 0)}}, {{stride("B", 1)}},
+            BLOCK_M, BLOCK_N, BLOCK_K, EVEN, INPUT_PRECISION,
+        )
+        complete = True
+{% if SPLITS > 1 %}
+        parts = scratch + (tile * SPLITS) * (BLOCK_M * BLOCK_N)
+        tl.store(parts + part * (BLOCK_M * BLOCK_N) + in_tile, acc)
+        tl.atomic_max(part_counts + tile, n << 16, sem="relaxed", scope="gpu")
+        dl.stores_done()
+        tl.debug_barrier()  # the stores of all threads, before the count says so
+        before = tl.atomic_add(part_counts + tile, 1, sem="acq_rel", scope="gpu")
+        complete = before % 65536 == SPLITS - 1
+        if complete:
+            parts = dl.consume_token(parts, tl.minimum(before, 0))
+            acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+            for one in tl.static_range(SPLITS):
+                acc += tl.load(parts + one * (BLOCK_M * BLOCK_N) + in_tile)
+{% endif %}
+        if complete:
+{% if HAS_BIAS %}
+            acc += tl.load(BIAS + cols * {{stride("BIAS", 0)}}, mask=col_mask, other=0.0)[None, :].to(tl.float32)
+{% endif %}
+{% if INNER %}
+            own = rows % R
+            idx_m = ((own // INNER * WORLD + rows // R) * INNER + own % INNER)[:, None].to(INDEX_DTYPE)
+{% else %}
+            idx_m = rows[:, None].to(INDEX_DTYPE)
+{% endif %}
+            idx_n = cols[None, :]
+            mask = row_mask[:, None] & col_mask[None, :]
+            {{store_output(("idx_m", "idx_n"), "acc", "mask", indent_width=12, val_shape=("BLOCK_M", "BLOCK_N"))}}
+        claim = dl.claim(ctx=CTX)
+{% if GATHER %}
+
+    # The gathered rows, for whoever else reads them.
+    while claim < tiles * SPLITS + GROUPS * CHUNKS:
+        chunk = claim - tiles * SPLITS
+        token = dl.wait_all(flags + chunk // CHUNKS * WORLD, stamp, KERNEL_ID, WORLD, ctx=CTX)
+        arrived = dl.consume_token(gathered, token)
+        for first in range(0, R * WORLD, BLOCK_R):
+            rows = first + tl.arange(0, BLOCK_R)
+{% if INNER %}
+            own = rows % R
+            target = GATHERED + ((own // INNER * WORLD + rows // R) * INNER + own % INNER).to(tl.int64)[:, None] * K
+{% else %}
+            target = GATHERED + rows.to(tl.int64)[:, None] * K
+{% endif %}
+            for start in range(0, PUSH_K, BLOCK_C):
+                cols = chunk * PUSH_K + start + tl.arange(0, BLOCK_C)
+                moved = (rows < R * WORLD)[:, None] & (cols < K)[None, :]
+                tl.store(target + cols[None, :], tl.load(arrived + rows.to(tl.int64)[:, None] * K + cols[None, :], mask=moved), mask=moved)
+        claim = dl.claim(ctx=CTX)
+{% endif %}
+    dl.leave(ctx=CTX)
+"""
+
+
+def _splits(tiles: int, tile: Tile, k: int) -> int:
+    """Parts of a tile's depth with which the multiprocessors are busy for the shortest time; the fewest of those."""
+    possible = [splits for splits in (1, 2, 4) if _fits(tiles, tile, splits, k)]
+    return min(possible, key=lambda splits: cdiv(tiles * splits, PROCESSORS) / splits)
+
+
+def _fits(tiles: int, tile: Tile, splits: int, k: int) -> bool:
+    parts = tiles * splits
+    return splits == 1 or (parts <= PARTS and parts * tile.m * tile.n <= SCRATCH and k >= splits * PART_DEPTH)
+
+
+def plan(
+    rows: int,
+    n: int,
+    k: int,
+    world: int,
+    dtype: torch.dtype,
+    *,
+    inner: int,
+    has_bias: bool,
+    gather: bool,
+    device: torch.device,
+    tile: Tile | None = None,
+    splits: int | None = None,
+) -> Plan:
+    """Plan for shard [rows, k] gathered over `world` ranks @ weight [k, n]; arguments as in `all_gather_matmul.plan`. splits: parts of a
+    tile's depth, a divisor of GROUPS."""
+    tile = tile or few_rows_tile(world * rows, n, k, dtype, device.type, widths=(64, 128) if world * rows <= 64 else (64,))
+    tiles = cdiv(world * rows, tile.m) * cdiv(n, tile.n)
+    splits = splits or _splits(tiles, tile, k)
+    if not _fits(tiles, tile, splits, k):
+        raise ValueError(f"{NAME}: {tiles} tiles of {tile.m} x {tile.n} x {k} are not to be multiplied in {splits} parts")
+    # Sends for half of the programs, of 8 KiB at least: that fills the link.
+    chunks = max(1, min(k * rows * dtype.itemsize // (1 << 13), 64) // GROUPS)
+    push_k = cdiv(cdiv(k, GROUPS * chunks), 128) * 128  # parts begin where a step of the matmul begins, whatever the tile of this rank
+    slot_bytes = align(world * rows * k * dtype.itemsize)
+    constants = {
+        "WORLD": world,
+        "BLOCK_M": tile.m,
+        "BLOCK_N": tile.n,
+        "BLOCK_K": tile.k,
+        "GROUPS": GROUPS,
+        "CHUNKS": chunks,
+        "PUSH_K": push_k,
+        "BLOCK_R": power_of_two(rows, 1, 32),
+        "BLOCK_C": 128,
+        "SPLITS": splits,
+        "SCRATCH": slot_bytes,
+        "INNER": 0 if inner == rows else inner,
+        "EVEN": world * rows % tile.m == 0 and n % tile.n == 0 and k % tile.k == 0,
+        "HAS_BIAS": has_bias,
+        "GATHER": gather,
+        "TMA": False,
+        "DTYPE": triton_dtype(dtype),
+        "INPUT_PRECISION": repr(input_precision(dtype)),
+        "KERNEL_ID": KERNEL_ID,
+    }
+    return Plan(
+        kernel=NAME,
+        # n may differ from rank to rank, and with it tile and parts: room for as many parts as are ever made.
+        nbytes=slot_bytes + (SCRATCH * 4 if k >= 2 * PART_DEPTH else 0),
+        nflags=GROUPS * world + GROUPS + PARTS,
+        programs=grid_programs(max(tiles * splits, GROUPS * chunks), device.type, device.index),
+        constants=constants,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        signature=f"{NAME}(shard [{rows}, {k}], {dtype}, inner={inner})",  # n, bias and gather may differ: weights can be sharded unevenly
+    )

@@ -249,7 +249,7 @@ def wait_until(sig_addr, CMP: tl.constexpr, value, ctx):
 def _counters(pe, TEAM: tl.constexpr, ctx):
     """Pointer to the counters of barriers of a team in the control block of `pe`, see `runtime.layout`."""
     world = tl.load(ctx + _WORLD)
-    record = ((_HEAPS + 2 * world) * 8 + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT
+    record = ((_HEAPS + 3 * world) * 8 + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT
     control = tl.load(ctx + _HEAPS + world + pe)
     return (control + record + _RECORD_BYTES).to(tl.pointer_type(tl.int64)) + TEAM * _SYNC_WORDS
 

@@ -1,0 +1,49 @@
+"""What a distributed program needs around its kernels: start and end, symmetric tensors, barriers, facts of the machine, small helpers.
+
+    from torch_triton_dist import utils
+
+    group = utils.initialize_distributed()                      # under torchrun, or `python -m torch_triton_dist run`
+    flags = utils.create_symm_tensor((8,), torch.int64)         # zeros, at the same place on every rank
+    kernel[(1,)](flags)                                         # @torch_triton_dist.jit: uses the memory of this group
+    utils.barrier_all_on_stream()
+    utils.finalize_distributed()
+
+Names with `nvshmem_` are those of Triton-distributed; they work with every transport (`host`, `p2p`, NVSHMEM). Functions that need a
+library or a device which is not there say so when they are called, not when this package is imported.
+"""
+
+from .memory import (
+    NVSHMEM_SIGNAL_DTYPE,
+    create_symm_tensor,
+    create_symm_tensors,
+    free_symm_tensor,
+    nvshmem_create_tensor,
+    nvshmem_create_tensors,
+    nvshmem_free_tensor_sync,
+)
+from .sync import barrier_all_on_stream, nvshmem_barrier_all_on_stream, rocshmem_barrier_all_on_stream
+from .world import (
+    context,
+    finalize_distributed,
+    init_shmem_by_torch_process_group,
+    initialize_distributed,
+    is_shmem_initialized,
+)
+
+__all__ = [
+    "NVSHMEM_SIGNAL_DTYPE",
+    "barrier_all_on_stream",
+    "context",
+    "create_symm_tensor",
+    "create_symm_tensors",
+    "finalize_distributed",
+    "free_symm_tensor",
+    "init_shmem_by_torch_process_group",
+    "initialize_distributed",
+    "is_shmem_initialized",
+    "nvshmem_barrier_all_on_stream",
+    "nvshmem_create_tensor",
+    "nvshmem_create_tensors",
+    "nvshmem_free_tensor_sync",
+    "rocshmem_barrier_all_on_stream",
+]

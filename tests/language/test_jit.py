@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
-import triton
 import triton.language as tl
 
 import torch_triton_dist as ttd
 from tests.ranks import rank_device
 from torch_triton_dist import language as dl
 from torch_triton_dist import utils
-from torch_triton_dist.language.extra import libshmem_device
-from torch_triton_dist.language.extra.language_extra import __syncthreads, tid
 
 # ---------------------------------------------------------------------------------------- the example of Triton-distributed
 

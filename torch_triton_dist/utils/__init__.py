@@ -21,9 +21,11 @@ from .memory import (
     nvshmem_create_tensors,
     nvshmem_free_tensor_sync,
 )
+from .misc import dist_print, get_bool_env, get_int_env, init_seed, rand_tensor
 from .sync import barrier_all_on_stream, nvshmem_barrier_all_on_stream, rocshmem_barrier_all_on_stream
 from .world import (
     context,
+    device,
     finalize_distributed,
     init_shmem_by_torch_process_group,
     initialize_distributed,
@@ -36,8 +38,13 @@ __all__ = [
     "context",
     "create_symm_tensor",
     "create_symm_tensors",
+    "device",
+    "dist_print",
     "finalize_distributed",
     "free_symm_tensor",
+    "get_bool_env",
+    "get_int_env",
+    "init_seed",
     "init_shmem_by_torch_process_group",
     "initialize_distributed",
     "is_shmem_initialized",
@@ -45,5 +52,6 @@ __all__ = [
     "nvshmem_create_tensor",
     "nvshmem_create_tensors",
     "nvshmem_free_tensor_sync",
+    "rand_tensor",
     "rocshmem_barrier_all_on_stream",
 ]

@@ -197,9 +197,7 @@ def _chosen_device(local_size: int) -> str:
     return asked or ("cuda" if gpus >= local_size else "cpu")
 
 
-def init_shmem_by_torch_process_group(
-    pg: dist.ProcessGroup, transport: str | None = None, heap_bytes: int | None = None
-) -> None:
+def init_shmem_by_torch_process_group(pg: dist.ProcessGroup, transport: str | None = None, heap_bytes: int | None = None) -> None:
     """Makes the SHMEM world of the ranks of a process group, or takes the one that is there, and makes it current. Collective over
     `pg`; ranks outside of it do not call it.
 
@@ -276,6 +274,13 @@ def context(pg: dist.ProcessGroup | None = None) -> torch.Tensor | None:
     if world is None or world.group is not pg:
         raise RuntimeError("context: init_shmem_by_torch_process_group was not called for this group")
     return world.context()
+
+
+def device() -> torch.device:
+    """Where this rank computes: the device of the current SHMEM world; without one, the current GPU, or the CPU if there is none."""
+    if _current is not None:
+        return _current.device
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def is_shmem_initialized() -> bool:

@@ -78,6 +78,14 @@ class JITFunction(triton_jit.JITFunction):  # of the same name: Triton looks at 
     def __hash__(self) -> int:
         return hash(self.cache_key)
 
+    def _do_compile(self, *args: Any, **kwargs: Any) -> Any:
+        kernel = super()._do_compile(*args, **kwargs)
+        if self.takes_context and kernel is not None:
+            from .utils import world as worlds
+
+            worlds.module_hook(kernel)
+        return kernel
+
     def run(self, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         """One launch; see `triton.jit`.
 

@@ -12,6 +12,18 @@ Names with `nvshmem_` are those of Triton-distributed; they work with every tran
 library or a device which is not there say so when they are called, not when this package is imported.
 """
 
+from .facts import (
+    get_current_gpu_clock_rate_in_khz,
+    get_device_max_shared_memory_size,
+    get_max_gpu_clock_rate_in_khz,
+    get_numa_node,
+    has_fullmesh_nvlink,
+    has_tma,
+    is_cuda,
+    is_hip,
+    is_nvshmem_multimem_supported,
+    supports_p2p_native_atomic,
+)
 from .memory import (
     NVSHMEM_SIGNAL_DTYPE,
     create_symm_tensor,
@@ -27,6 +39,8 @@ from .world import (
     context,
     device,
     finalize_distributed,
+    init_nvshmem_by_torch_process_group,
+    init_rocshmem_by_torch_process_group,
     init_shmem_by_torch_process_group,
     initialize_distributed,
     is_shmem_initialized,
@@ -43,10 +57,21 @@ __all__ = [
     "finalize_distributed",
     "free_symm_tensor",
     "get_bool_env",
+    "get_current_gpu_clock_rate_in_khz",
+    "get_device_max_shared_memory_size",
     "get_int_env",
+    "get_max_gpu_clock_rate_in_khz",
+    "get_numa_node",
+    "has_fullmesh_nvlink",
+    "has_tma",
+    "init_nvshmem_by_torch_process_group",
+    "init_rocshmem_by_torch_process_group",
     "init_seed",
     "init_shmem_by_torch_process_group",
     "initialize_distributed",
+    "is_cuda",
+    "is_hip",
+    "is_nvshmem_multimem_supported",
     "is_shmem_initialized",
     "nvshmem_barrier_all_on_stream",
     "nvshmem_create_tensor",
@@ -54,4 +79,5 @@ __all__ = [
     "nvshmem_free_tensor_sync",
     "rand_tensor",
     "rocshmem_barrier_all_on_stream",
+    "supports_p2p_native_atomic",
 ]

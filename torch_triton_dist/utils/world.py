@@ -244,6 +244,27 @@ def _fitting(pg: dist.ProcessGroup, device: torch.device) -> str:
     return "p2p" if len(set(hosts)) == 1 else "nvshmem"
 
 
+def init_nvshmem_by_torch_process_group(pg: dist.ProcessGroup) -> None:
+    """`init_shmem_by_torch_process_group` with NVSHMEM, whatever else would do. The group may be a part of the ranks.
+
+    Raises:
+        RuntimeError: nvshmem4py or NVSHMEM's device library is missing; NVSHMEM already serves another group.
+    """
+    init_shmem_by_torch_process_group(pg, "nvshmem")
+
+
+def init_rocshmem_by_torch_process_group(pg: dist.ProcessGroup) -> None:
+    """Is there for programs that name it.
+
+    Raises:
+        RuntimeError: always. rocSHMEM has no host library for Python that starts it from a torch process group.
+    """
+    raise RuntimeError(
+        "rocSHMEM cannot be started from Python: it has no host bindings. Kernels compile for it (language.extra.libraries); AMD GPUs "
+        'of one host work with init_shmem_by_torch_process_group(group, "p2p")'
+    )
+
+
 def current(what: str) -> Any:
     """The current world.
 
@@ -309,3 +330,14 @@ def finalize_distributed() -> None:
 def of_context(table: torch.Tensor) -> Any:
     """The world whose table a kernel was handed; None if it is none of ours (`runtime.launch_context` has others)."""
     return next((world for world in _worlds.values() if world.has_context(table)), None)
+
+
+def module_hook(kernel: Any) -> None:
+    """Tells the library of the current world of a kernel that was just compiled and has not run: it sets up its part of the module."""
+    loaded = getattr(_current, "module_loaded", None)
+    if loaded is None:
+        return
+    kernel = kernel.result() if hasattr(kernel, "result") else kernel  # it may be compiled in the background
+    if "nvshmem" in kernel.asm["ptx"]:
+        kernel._init_handles()
+        loaded(int(kernel.module))

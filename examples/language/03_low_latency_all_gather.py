@@ -64,7 +64,7 @@ def arrived(words, n):
     while lacking:
         late = tl.min(tl.where(tl.load(words, volatile=True) >> 32 < n, words.to(tl.int64), NOWHERE), 0)
         if late != NOWHERE:
-            dl.wait(late.to(words.dtype.element_ty), 1, "sys", "acquire", waitValue=n.to(tl.int64) << 32)
+            dl.wait(late.to(words.dtype), 1, "sys", "acquire", waitValue=n.to(tl.int64) << 32)
         lacking = lacks(words, n) & dl.alive()  # a wait that gave up is not to be waited for again
     return tl.load(words, volatile=True)
 

@@ -77,7 +77,7 @@ def run_lesson(rank, world, name, breaking):
 
 
 def test_there_are_eight():
-    assert LESSONS == sorted(TAUGHT)
+    assert sorted(TAUGHT) == LESSONS
 
 
 @pytest.mark.parametrize("pool", POOLS, indirect=True)

@@ -81,7 +81,7 @@ class RingReduceScatter:
 
 def check() -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
-    for length, dtype in ((1, torch.float32), (5000, torch.float32), (5000, torch.bfloat16)):
+    for length, dtype in ((5, torch.float32), (5000, torch.float32), (5000, torch.bfloat16)):
         reduce_scatter = RingReduceScatter(length)
         for _ in range(5):
             chunks = torch.randn(world, length, device=device()).to(dtype)

@@ -24,9 +24,11 @@ import ast
 import builtins
 import inspect
 import io
+import re
+import sys
 import tokenize
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import triton
@@ -76,13 +78,21 @@ class JITFunction(triton_jit.JITFunction):  # of the same name: Triton looks at 
         return triton_jit.JITFunction.cache_key.fget(self)
 
     def __hash__(self) -> int:
-        return hash(self.cache_key)
+        key = self.cache_key
+        _keep_out_of_graphs(self)
+        return hash(key)
 
     def _do_compile(self, *args: Any, **kwargs: Any) -> Any:
-        kernel = super()._do_compile(*args, **kwargs)
-        if self.takes_context and kernel is not None:
-            from .utils import world as worlds
+        if not self.takes_context:
+            return super()._do_compile(*args, **kwargs)
+        from .utils import world as worlds
 
+        try:
+            kernel = super()._do_compile(*args, **kwargs)
+        except Exception as error:
+            _explain(error, self.__name__)
+            raise
+        if kernel is not None:
             worlds.module_hook(kernel)
         return kernel
 
@@ -104,7 +114,7 @@ class JITFunction(triton_jit.JITFunction):  # of the same name: Triton looks at 
             world = worlds.of_context(given)
         else:
             world = worlds.current(f"kernel {self.__name__}")
-            kwargs[_CTX] = world.context()
+            kwargs[_CTX] = world.context(self.__name__)
             kwargs = world.launch_options() | kwargs
         kernel = super().run(*args, grid=grid, warmup=warmup, **kwargs)
         if world is not None and not warmup:
@@ -128,6 +138,32 @@ def jit(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
     return made if made.takes_context or not made._settled else triton.jit(fn, **options)
 
 
+def _explain(error: Exception, name: str) -> None:
+    """Raises another error if the compilation of kernel `name` failed for want of a SHMEM function."""
+    found = re.search(r"[Uu]n(?:resolved extern function|defined symbol:?|defined reference to) [`']?(\w*shmem\w*)", str(error))
+    if found is not None:
+        raise RuntimeError(
+            f"kernel {name} calls {found.group(1)}, which the SHMEM device library does not have: it is too old, or not linked. "
+            "Install a newer nvidia-nvshmem (NVSHMEM_LIB_DIR names another folder), and launch the kernel in an NVSHMEM world"
+        ) from error
+
+
+_outside: dict[int, JITFunction] = {}  # by id; kept, so that the id stays theirs
+
+
+def _keep_out_of_graphs(kernel: JITFunction) -> None:
+    """Tells Dynamo, if it is there, to end its graph at a call of this kernel: Inductor would write the source of the kernel into its
+    output and call it without `ctx`, which is a new table at each start of the program.
+
+    Called by `__hash__`, because Dynamo hashes an object before it asks whether the object is to stay out, and before it asks whether
+    it is a Triton kernel; and to import Dynamo where kernels are made would take longer than to make them."""
+    rules = sys.modules.get("torch._dynamo.trace_rules")
+    if rules is not None and id(kernel) not in _outside and kernel.takes_context:
+        _outside[id(kernel)] = kernel
+        rules._disallowed_callable_ids.add(id(kernel))
+        kernel.run = sys.modules["torch._dynamo"].disable(kernel.run, reason="it depends on the SHMEM world")  # nor is `run` one
+
+
 def takes_context(callee: Any) -> bool:
     """Whether a call of `callee` in a kernel is to get `ctx`: ours, or the user's under this decorator."""
     if isinstance(callee, JITFunction):
@@ -147,6 +183,14 @@ def _with_parameter(fn: Callable[..., Any]) -> Callable[..., Any]:
     parameter = inspect.Parameter(_CTX, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None)
     made.__signature__ = signature.replace(parameters=[*signature.parameters.values(), parameter])  # type: ignore[attr-defined]
     return made
+
+
+def _walk(node: ast.AST) -> Iterator[ast.AST]:
+    """`node` and what is below it, but not what stands in f-strings: no device function runs there."""
+    yield node
+    if not isinstance(node, ast.JoinedStr):
+        for child in ast.iter_child_nodes(node):
+            yield from _walk(child)
 
 
 class _Edits:
@@ -170,7 +214,7 @@ class _Edits:
             except ValueError:  # assigned later
                 self._scope.pop(name, None)
         self.unknown: set[str] = set()
-        body = [node for statement in self._definition.body for node in ast.walk(statement)]
+        body = [node for statement in self._definition.body for node in _walk(statement)]
         self.calls = [node for node in body if isinstance(node, ast.Call) and self._wants_context(node)]
         if self.calls and not self.has_parameter and _CTX in self._locals:
             raise ValueError(

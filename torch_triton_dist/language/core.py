@@ -67,6 +67,7 @@ POLLS = tl.constexpr(16)  # looks at a flag between two looks at the deadline an
 # Default arguments: Triton 3.6 does not take a plain string for a constexpr default of a function that a kernel calls.
 SET = tl.constexpr("set")
 INTER_NODE = tl.constexpr("inter_node")
+_NOTIFY_PTR, _WAIT_PTRS = tl.constexpr("dl.notify: ptr"), tl.constexpr("dl.wait: barrierPtrs")
 _SIGNAL_SET, _SIGNAL_ADD = tl.constexpr(9), tl.constexpr(10)  # NVSHMEM's
 
 
@@ -119,18 +120,16 @@ def _checks(_semantic=None):
 def _check(ptr, rank, ctx):
     offset = ptr.to(tl.int64) - tl.load(ctx + HEAPS + tl.load(ctx + RANK))
     total = tl.load(ctx + DATA_START) + 2 * tl.load(ctx + DATA_STRIDE)
-    tl.device_assert((rank >= 0) & (rank < tl.load(ctx + WORLD)), "dl: rank is no rank of the group")
-    tl.device_assert((offset >= 0) & (offset < total), "dl: ptr is outside the symmetric heap")
+    tl.device_assert((rank >= 0) & (rank < tl.load(ctx + WORLD)), "dl.symm_at: rank is no rank of the group")
+    tl.device_assert((offset >= 0) & (offset < total), "dl.symm_at: ptr is outside the symmetric heap")
 
 
 @triton.jit
-def _flag(ptr):
-    """A pointer to flags, as one to int64."""
-    tl.static_assert(ptr.dtype.is_ptr(), "dl: a flag is given by its pointer")
+def _flag(ptr, WHAT: tl.constexpr):
+    """A pointer to flags, as one to int64. WHAT: the argument, for the error message."""
+    tl.static_assert(ptr.dtype.is_ptr(), WHAT + " is a pointer to a flag")
     kind: tl.constexpr = ptr.dtype.element_ty
-    tl.static_assert(
-        (kind == tl.int64) | (kind == tl.uint64), "dl.wait, dl.notify: a flag is a word of 64 bits: utils.NVSHMEM_SIGNAL_DTYPE, int64"
-    )
+    tl.static_assert((kind == tl.int64) | (kind == tl.uint64), WHAT + " points to words of 64 bits, int64 (utils.NVSHMEM_SIGNAL_DTYPE)")
     if kind == tl.int64:
         return ptr
     else:
@@ -297,7 +296,7 @@ def notify(ptr, rank, signal=1, sig_op: tl.constexpr = SET, comm_scope: tl.const
         "dl.notify: comm_scope is 'gpu', 'intra_node' or 'inter_node'",
     )
     tl.static_assert((sig_op == "set") | (sig_op == "add"), "dl.notify: sig_op is 'set' or 'add'")
-    word = _flag(ptr)
+    word = _flag(ptr, _NOTIFY_PTR)
     if ctx is None and comm_scope == "inter_node":
         _notify_by_library(word, rank, signal, sig_op)
     else:
@@ -407,7 +406,7 @@ def wait(
     """
     tl.static_assert(semantic == "acquire", "dl.wait: semantic is 'acquire'")
     tl.static_assert((scope == "sys") | (scope == "gpu"), "dl.wait: scope is 'sys' or 'gpu'")
-    words = _flag(barrierPtrs)
+    words = _flag(barrierPtrs, _WAIT_PTRS)
     token = tl.full((), 0, tl.int64)
     for i in range(numBarriers):
         seen = tl.atomic_add(words + i, 0, sem=semantic, scope=scope)

@@ -73,7 +73,8 @@ class NvshmemWorld:
                 f"NVSHMEM already serves group {_active.name!r} in this process, and can serve one: finalize_distributed() ends it"
             )
         self._core = _nvshmem()
-        self.group, self.device, self.name = group, device, groups.group_name(group)
+        self.group, self.device = group, device
+        self.name: str = groups.group_name(group)
         self.rank, self.size = group.rank(), group.size()
         capability = torch.cuda.get_device_capability(device)
         # Before the start, which is collective: a rank that cannot link kernels says so, and the others hear of it.
@@ -112,7 +113,7 @@ class NvshmemWorld:
         self._steps += 1
         return self._board.exchange(f"{step} ({self._steps})", value, config.checked("timeout_s"))
 
-    def context(self) -> None:
+    def context(self, kernel: str = "") -> None:
         """The library knows its ranks."""
 
     def has_context(self, table: Any) -> bool:

@@ -42,25 +42,36 @@ class PeerWorld:
         number = _incarnations[self.name] = _incarnations.get(self.name, 0) + 1
         self._heap = SymmetricHeap(groups.find_group(self.name), self.name, device, f"shmem-{number}", runtime._watchdog)
         self._heap.sparse = True
+        # So that `check`, `reset` and `heap_report` know of it.
+        runtime._heaps[self._key()] = self._heap
         self._steps = 0
-        sizes = self.agree("the size of the symmetric heap", nbytes)
-        if len(set(sizes)) > 1:
-            raise ValueError(f"{SIZE_VARIABLE} (or the argument heap_bytes) differs between ranks: {sizes} bytes, by rank")
-        self._heap.enter(nbytes // 2, _FLAGS, f"symmetric_heap({nbytes} bytes)")
-        self._heap.leave()
+        try:
+            sizes = self.agree("the size of the symmetric heap", nbytes)
+            if len(set(sizes)) > 1:
+                raise ValueError(f"{SIZE_VARIABLE} (or the argument heap_bytes) differs between ranks: {sizes} bytes, by rank")
+            self._heap.enter(nbytes // 2, _FLAGS, f"symmetric_heap({nbytes} bytes)")
+            self._heap.leave()
+        except BaseException:
+            self.close()
+            raise
         words = self._heap.transport
         start, stride = words.read(layout.DATA_START), words.read(layout.DATA_STRIDE)
         self._commit(0, start)
         self._allocator = Allocator(start, start + 2 * stride)
+
+    def _key(self) -> tuple[str, str]:
+        return self.name, f"{self.device.type} shmem"
 
     def agree(self, step: str, value: Any) -> list[Any]:
         """All-gather of a JSON value through the store of the group; collective."""
         self._steps += 1
         return self._heap.board.exchange(f"{step} ({self._steps})", value, config.checked("timeout_s"))
 
-    def context(self) -> torch.Tensor:
-        """The table that kernels take as `ctx`, for one launch; raises what earlier launches have left."""
-        return self._heap.attend()
+    def context(self, kernel: str = "") -> torch.Tensor:
+        """The table that kernels take as `ctx`, for one launch (of `kernel`, for errors); raises what earlier launches have left."""
+        table = self._heap.attend()
+        self._heap.signature = f"{kernel or 'a kernel'}()"
+        return table
 
     def has_context(self, table: torch.Tensor) -> bool:
         """Whether `table` is what `context` returns."""
@@ -118,6 +129,9 @@ class PeerWorld:
         launch_barrier(self, stream)
 
     def close(self) -> None:
+        """Gives the memory back; the symmetric tensors of this world must not be used any more."""
+        if runtime._heaps.get(self._key()) is self._heap:
+            del runtime._heaps[self._key()]
         self._heap.close()
 
 
@@ -216,6 +230,8 @@ def init_shmem_by_torch_process_group(pg: dist.ProcessGroup, transport: str | No
     name = groups.group_name(pg)
     world = _worlds.get(name)
     if world is None or world.group is not pg:
+        if world is not None:
+            world.close()  # of a group of that name that was destroyed
         device = _device_of(pg)
         world = _worlds[name] = _make(pg, device, transport, heap_bytes)
     elif transport not in (None, world.transport):
@@ -271,6 +287,8 @@ def current(what: str) -> Any:
     Raises:
         RuntimeError: there is none; `what` is what was to be done.
     """
+    if runtime._forked:
+        raise RuntimeError(f"{what}: this process was forked from one that used torch_triton_dist; start it fresh (spawn or forkserver)")
     if _current is None:
         raise RuntimeError(
             f"{what}: there is no SHMEM world yet. Call torch_triton_dist.utils.initialize_distributed() first (or "

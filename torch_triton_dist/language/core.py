@@ -275,11 +275,19 @@ def leave(ctx=None):
 
 @core.extern
 def stores_done(_semantic=None):
-    """On AMD, waits for the stores of this wavefront: a block barrier alone does not, and a release by one thread then covers those of
-    its own wavefront only. Elsewhere the barrier and the release do it. Returns 0, int32."""
-    if _semantic.builder.options.backend_name == "hip":
+    """Waits for stores that a block barrier and a release by one thread would not cover. Returns 0, int32.
+
+    On AMD the stores of this wavefront: the release covers those of its own wavefront only. On NVIDIA from Hopper on the stores that this
+    thread has made by the tensor memory accelerator: Triton itself only waits until their source has been read."""
+    options = _semantic.builder.options
+    if options.backend_name == "hip":
         return core.inline_asm_elementwise(
             "s_waitcnt vmcnt(0)\nv_mov_b32 $0, 0", "=v", [], dtype=core.int32, is_pure=False, pack=1, _semantic=_semantic
+        )
+    if options.backend_name == "cuda" and int("".join(filter(str.isdigit, options.arch))) >= 90:
+        text = "cp.async.bulk.wait_group 0; mov.u32 $0, 0;"
+        return core.inline_asm_elementwise(
+            text, "=r,~{memory}", [], dtype=core.int32, is_pure=False, pack=1, _semantic=_semantic
         )
     return _semantic.to_tensor(0)
 

@@ -20,13 +20,14 @@ With the release, the acquire or the fence taken out, the forbidden outcome has 
   which travels to the reader. Without an acquire the reader finds in its first-level cache what it read before. Without a fence a load
   of the own memory overtakes a store to a peer, or a load from a peer.
 
-LITMUS_INSTANCES: races of a test; by default a million on GPUs, less on the CPU.
+LITMUS_INSTANCES: races of a test, by default a million.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -36,6 +37,7 @@ import triton
 import triton.language as tl
 
 import torch_triton_dist as ttd
+from tests.kernels.compile_helper import TARGETS
 from tests.ranks import rank_device
 from tests.runtime.test_heap import fresh_group
 from torch_triton_dist import language as dl
@@ -64,8 +66,7 @@ def on(pools):
 
 
 def instances() -> int:
-    default = 1_000_000 if rank_device().type == "cuda" else 300_000
-    return int(os.environ.get("LITMUS_INSTANCES", default))
+    return int(os.environ.get("LITMUS_INSTANCES", 1_000_000))
 
 
 @contextlib.contextmanager
@@ -427,6 +428,19 @@ def run_tma_store(rank, world, writer, reader):
     readers = outcomes[1::2]
     assert (readers != -1).all()
     return (readers == 0).sum().item()
+
+
+@pytest.mark.parametrize("target", ["sm_90", "sm_100"])
+def test_a_notify_waits_for_tma_stores(target):
+    """Until they have been made, not only until their source has been read, which is all that Triton waits for."""
+    constants = {"LOCATIONS": 2048, "WORLD": 2, "WRITER": "notify", "READER": "tma"}
+    types = {"CTX": "*i64", "OUT": "*i8", "ROUNDS": "i32", "PROGRAMS": "i32"} | dict.fromkeys(constants, "constexpr")
+    source = triton.compiler.ASTSource(fn=tma_store, signature=types, constexprs=constants)
+    ptx = triton.compile(source, target=TARGETS[target], options={"num_warps": 4}).asm["ptx"]
+    store = ptx.index("cp.async.bulk.tensor.2d.global.shared")
+    behind = ptx[store : ptx.index("sys.release.exch", store)]
+    complete = re.search(r"cp\.async\.bulk\.wait_group\s+0", behind)
+    assert complete and "bar.sync" in behind[complete.end() :], behind
 
 
 def needs_tma(pool) -> None:

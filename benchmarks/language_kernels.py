@@ -66,7 +66,7 @@ def put_tma(source, target, words, ROWS: tl.constexpr):
     remote = dl.symm_at(target, (dl.rank() + 1) % dl.num_ranks(), alignment=16)
     origin = tl.make_tensor_descriptor(source, [rows, ROW], [ROW, 1], [ROWS, ROW])
     there = tl.make_tensor_descriptor(remote, [rows, ROW], [ROW, 1], [ROWS, ROW])
-    for row in range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS):
+    for row in tl.range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS, num_stages=3):
         there.store([row, 0], origin.load([row, 0]))
 
 

@@ -150,10 +150,11 @@ def message_passing(CTX, OUT, ROUNDS, PROGRAMS, LOCATIONS: tl.constexpr, WORLD: 
                     st(flag + place, r, "sys", "relaxed")
                     st(data + place, r, "sys", "relaxed")
             else:
-                tl.load(data + place)  # into the cache
+                before = tl.load(data + place)  # into the cache
                 while ld(flag + place, "sys", READER) < r:
                     pass
-                st(OUT + (r - 1) * PROGRAMS * LOCATIONS + first + i, (tl.load(data + place) >= r).to(tl.int8))
+                fresh = (tl.load(data + place) >= r) & (before <= r)  # the latter always
+                st(OUT + (r - 1) * PROGRAMS * LOCATIONS + first + i, fresh.to(tl.int8))
     meet(counter, ROUNDS + 1, WORLD, CTX)
     dl.leave(ctx=CTX)
 
@@ -220,13 +221,14 @@ def put_with_signal(
         else:
             for i in range(LOCATIONS):
                 place = inbox + (first + i) * WORDS
-                tl.load(place + word)  # into the cache
+                before = tl.min(tl.load(place + word), 0)  # into the cache
                 if READER == "acquire":
                     shmem.signal_wait_until(signals + i, shmem.NVSHMEM_CMP_GE, r, ctx=CTX)
                 else:
                     while ld(signals + i, "sys", "relaxed") < r:
                         pass
-                tl.store(OUT + (r - 1) * PROGRAMS * LOCATIONS + first + i, (tl.min(tl.load(place + word), 0) >= r).to(tl.int8))
+                fresh = (tl.min(tl.load(place + word), 0) >= r) & (before <= r)  # the latter always
+                tl.store(OUT + (r - 1) * PROGRAMS * LOCATIONS + first + i, fresh.to(tl.int8))
     meet(counter, ROUNDS + 1, WORLD, CTX)
     dl.leave(ctx=CTX)
 

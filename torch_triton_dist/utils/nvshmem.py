@@ -72,20 +72,18 @@ class NvshmemWorld:
             raise RuntimeError(
                 f"NVSHMEM already serves group {_active.name!r} in this process, and can serve one: finalize_distributed() ends it"
             )
-        self._core = _nvshmem()
         self.group, self.device = group, device
         self.name: str = groups.group_name(group)
         self.rank, self.size = group.rank(), group.size()
-        capability = torch.cuda.get_device_capability(device)
-        # Before the start, which is collective: a rank that cannot link kernels says so, and the others hear of it.
         _starts += 1
         ranks = "-".join(map(str, dist.get_process_group_ranks(group)))
         prefix = f"torch_triton_dist/nvshmem/{self.name}/{ranks}/{_starts}"
         self._board = Board(groups.group_store(groups.find_group(self.name)), prefix, self.name, self.rank, self.size)
         self._steps = 0
-        self._libraries = self._board.guarded(
-            "looking for NVSHMEM's device library", lambda: libraries.extern_libs("cuda", 10 * capability[0] + capability[1])
-        )
+        # Before the start, which is collective: the others hear of a rank that cannot take part.
+        self._core = self._board.guarded("starting NVSHMEM", _nvshmem)
+        major, minor = torch.cuda.get_device_capability(device)
+        self._libraries = self._board.guarded("starting NVSHMEM", lambda: libraries.extern_libs("cuda", 10 * major + minor))
         self._start()
         self._modules: set[int] = set()
         self._bytes: dict[int, torch.Tensor] = {}  # address -> symmetric memory in use

@@ -140,7 +140,12 @@ def _device_of(group: dist.ProcessGroup) -> torch.device:
     if kind == "cpu":
         from ..backends import cpu
 
-        cpu.ensure_registered()
+        if not cpu.ensure_registered():
+            raise RuntimeError(
+                f"group {groups.group_name(group)!r} works on the CPU ({dist.get_backend(group)}), but Triton compiles for a GPU or with "
+                "another backend here. Start the ranks with TRITON_DEFAULT_BACKEND=cpu or without visible GPUs, as "
+                "`python -m torch_triton_dist run --device cpu` does"
+            )
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
 

@@ -1,6 +1,6 @@
 """What the device language reaches on the GPUs of a host: latency of a flag, rate of puts, time of small all-reduces.
 
-    torchrun --standalone --nproc-per-node 4 benchmarks/language.py --json language.json
+    torchrun --standalone --nproc-per-node 4 benchmarks/language.py --json language.json      # 2, 4 or 8 ranks
 
 latency      one way, from a release in one rank to its sight in the other: half of a round trip, 1000 of them in a kernel
 put          every rank to the next one, all at once: loads and stores of 16 bytes, the tensor memory accelerator, and the copy engine

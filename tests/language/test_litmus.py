@@ -72,6 +72,9 @@ def instances() -> int:
 @contextlib.contextmanager
 def own_processor(rank: int, count: int = 1) -> Iterator[None]:
     """Keeps a rank on `count` processors that no other rank uses, where there are enough: two ranks that take turns on one do not race."""
+    if rank_device().type != "cpu":
+        yield
+        return
     before = sorted(os.sched_getaffinity(0))
     places = {before[(rank * count + i) % len(before)] for i in range(count)}
     os.sched_setaffinity(0, places)

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -90,6 +91,60 @@ def test_agrees_with_torch(pool, name):
 def test_check_notices_a_wrong_result(ranks2, name):
     """All ranks are off by one in their last number, so that none goes on without the others."""
     assert ranks2.run(run_lesson, name, True, timeout=120) == ["differs"] * 2
+
+
+# -------------------------------------------------------------------------------------------- calls without a barrier
+
+# Of a lesson: how its operation is made, the shape of its input on a rank (float32), and the result on rank r from the inputs of all.
+SERIES = {
+    "02_all_gather": (lambda m, w: m.AllGather(1000, torch.float32), (1000,), lambda every, r: every),
+    "03_low_latency_all_gather": (lambda m, w: m.LowLatencyAllGather(1500), (1500,), lambda every, r: every),
+    "04_all_reduce": (lambda m, w: m.AllReduce(3000, torch.float32, 1), (3000,), lambda every, r: every.sum(0)),
+    "04_all_reduce, two shots": (lambda m, w: m.AllReduce(3000, torch.float32, 2), (3000,), lambda every, r: every.sum(0)),
+    "05_ring_reduce_scatter": (lambda m, w: m.RingReduceScatter(1000), (None, 1000), lambda every, r: every.sum(0)[r]),
+    "07_all_gather_matmul": (lambda m, w: m.AllGatherMatmul(70, 40, torch.float32), (70, 40), lambda every, r: every.flatten(0, 1)),
+    "08_matmul_reduce_scatter": (
+        lambda m, w: m.MatmulReduceScatter(70, 40), (None, 70, 40), lambda every, r: every.sum(0)[r]
+    ),
+}  # fmt: skip
+
+
+def run_series(rank, world, name, one_half):
+    """Calls that follow each other without a word between the ranks; now and then one is late to look at its result. Returns how many
+    of them are wrong. Inputs are small integers, so that sums are exact."""
+    utils.initialize_distributed()
+    module = lesson(name.split(",")[0])
+    make, shape, result_of = SERIES[name]
+    operation = make(module, world)
+    if one_half:
+        operation.gathered[1] = operation.gathered[0]
+    device = module.device()
+    shape = tuple(world if extent is None else extent for extent in shape)
+    unit = torch.eye(40, device=device)
+    wrong = 0
+    for call in range(60):
+        generator = torch.Generator().manual_seed(call)
+        every = torch.randint(-8, 8, (world, *shape), generator=generator).float().to(device)  # the same on all ranks
+        mine = every[rank]
+        arguments = (mine.reshape(-1, 40), unit) if "matmul" in name else (mine,)
+        got = operation(*arguments)
+        if call % 7 == rank:
+            time.sleep(0.01)
+        wrong += not torch.equal(got, result_of(every, rank))
+    dist.barrier()
+    utils.finalize_distributed()
+    return wrong
+
+
+@pytest.mark.parametrize("pool", POOLS, indirect=True)
+@pytest.mark.parametrize("name", list(SERIES))
+def test_calls_follow_each_other(pool, name):
+    assert pool.run(run_series, name, False, timeout=120) == [0] * pool.world
+
+
+def test_one_half_would_not_be_enough(ranks2):
+    """The series above notices it: without the second tensor of lesson 2, the next call overwrites what a slow rank has yet to read."""
+    assert sum(ranks2.run(run_series, "02_all_gather", True, timeout=120)) > 0
 
 
 @pytest.mark.parametrize("name", ["01_notify_and_wait"])

@@ -50,7 +50,7 @@ cpu.ensure_registered()
 
 LOCATIONS = 2048  # races of a program in a round
 LINE = tl.constexpr(8)  # words between two locations
-WORDS = tl.constexpr(8)  # of a message
+WORDS = tl.constexpr(8)  # of a message by the tensor memory accelerator
 STRETCH = tl.constexpr(128)
 ON_CPU = ["ranks2", "ranks4"]
 ON_GPU = [pytest.param("gpu_ranks2", marks=pytest.mark.gpu), pytest.param("gpu_ranks4", marks=pytest.mark.gpu)]
@@ -93,15 +93,15 @@ def seen(pool, fn: Callable, *arguments) -> int:
     return counts[0]
 
 
-def race(kernel, group: str, groups: int = 1, **constants) -> torch.Tensor:
+def race(kernel, group: str, groups: int = 1, line: int = LINE.value, **constants) -> torch.Tensor:
     """One launch of `kernel` on this rank. Returns the outcomes of all ranks, [ranks, races], int8."""
     device = rank_device()
     programs = 16 if device.type == "cuda" else 1  # a program waits for its like on other ranks: all of them have to run
     rounds = -(-instances() // (LOCATIONS * programs))
     out = torch.full((rounds * programs * LOCATIONS,), -1, dtype=torch.int8, device=device)
     signature = f"{kernel.fn.__name__}()"
-    places = programs * LOCATIONS * LINE.value * 8
-    context = runtime.launch_context(device, group, 2 * places, programs * (groups + LOCATIONS), signature)
+    nbytes = 2 * programs * LOCATIONS * line * 8  # two words for each race, in lines of their own; or messages of that length
+    context = runtime.launch_context(device, group, nbytes, programs * (groups + LOCATIONS), signature)
     kernel[(programs * groups,)](context, out, rounds, programs, LOCATIONS=LOCATIONS, num_warps=4, **constants)
     runtime.after_launch(group)
     if device.type == "cuda":
@@ -192,38 +192,39 @@ def test_message_passing_needs_both(pool, writer, reader):
 
 @triton.jit(do_not_specialize=["ROUNDS", "PROGRAMS"])
 def put_with_signal(
-    CTX, OUT, ROUNDS, PROGRAMS, LOCATIONS: tl.constexpr, WORLD: tl.constexpr, WRITER: tl.constexpr, READER: tl.constexpr
+    CTX, OUT, ROUNDS, PROGRAMS, LOCATIONS: tl.constexpr, WORLD: tl.constexpr, LENGTH: tl.constexpr, WRITER: tl.constexpr,
+    READER: tl.constexpr,
 ):  # fmt: skip
-    """Even ranks put messages of 64 bytes into the memory of the next rank and raise its signal."""
+    """Even ranks put messages of LENGTH words into the memory of the next rank and raise its signal."""
     me, n = dl.rank(ctx=CTX), dl.launch_number(ctx=CTX)
     reader, first = me // 2 * 2 + 1, tl.program_id(0) * LOCATIONS
-    inbox, word = dl.heap(n, tl.int64, ctx=CTX), tl.arange(0, WORDS)
-    message = inbox + (PROGRAMS * LOCATIONS + tl.program_id(0)) * LINE
+    inbox, word = dl.heap(n, tl.int64, ctx=CTX), tl.arange(0, LENGTH)
+    message = inbox + (PROGRAMS * LOCATIONS + tl.program_id(0)) * LENGTH
     counter = dl.flags(n, ctx=CTX) + tl.program_id(0)
     signals = dl.flags(n, ctx=CTX) + PROGRAMS + first
     for r in range(1, ROUNDS + 1):
         meet(counter, r, WORLD, CTX)
         if me != reader:
-            tl.store(message + word, tl.zeros((WORDS,), tl.int64) + r)
+            tl.store(message + word, tl.zeros((LENGTH,), tl.int64) + r)
             __syncthreads()
             for i in range(LOCATIONS):
-                place = inbox + (first + i) * WORDS
+                place = inbox + (first + i) * LENGTH
                 if WRITER == "block":
-                    shmem.putmem_signal_block(place, message, 8 * WORDS, signals + i, r, shmem.NVSHMEM_SIGNAL_SET, reader, ctx=CTX)
+                    shmem.putmem_signal_block(place, message, 8 * LENGTH, signals + i, r, shmem.NVSHMEM_SIGNAL_SET, reader, ctx=CTX)
                 elif WRITER == "thread":
                     if i % ntid(0) == tid(0):
-                        shmem.putmem_signal(place, message, 8 * WORDS, signals + i, r, shmem.NVSHMEM_SIGNAL_SET, reader, ctx=CTX)
+                        shmem.putmem_signal(place, message, 8 * LENGTH, signals + i, r, shmem.NVSHMEM_SIGNAL_SET, reader, ctx=CTX)
                 elif WRITER == "relaxed":
                     if i % ntid(0) == tid(0):
-                        shmem.putmem_nbi(place, message, 8 * WORDS, reader, ctx=CTX)
+                        shmem.putmem_nbi(place, message, 8 * LENGTH, reader, ctx=CTX)
                         st(shmem.remote_ptr(signals + i, reader, ctx=CTX), r, "sys", "relaxed")
                 else:  # turned round
                     if tid(0) == 0:
                         shmem.signal_op(signals + i, r, shmem.NVSHMEM_SIGNAL_SET, reader, ctx=CTX)
-                    shmem.putmem_block(place, message, 8 * WORDS, reader, ctx=CTX)
+                    shmem.putmem_block(place, message, 8 * LENGTH, reader, ctx=CTX)
         else:
             for i in range(LOCATIONS):
-                place = inbox + (first + i) * WORDS
+                place = inbox + (first + i) * LENGTH
                 before = tl.min(tl.load(place + word), 0)  # into the cache
                 if READER == "acquire":
                     shmem.signal_wait_until(signals + i, shmem.NVSHMEM_CMP_GE, r, ctx=CTX)
@@ -238,7 +239,8 @@ def put_with_signal(
 
 def run_put_with_signal(rank, world, writer, reader):
     with fresh_group() as group, own_processor(rank):
-        outcomes = race(put_with_signal, group, WORLD=world, WRITER=writer, READER=reader)
+        length = 128 if rank_device().type == "cuda" else 8  # long ones keep a link busy, which the signal may overtake
+        outcomes = race(put_with_signal, group, line=length, LENGTH=length, WORLD=world, WRITER=writer, READER=reader)
     readers = outcomes[1::2]
     assert (readers != -1).all()
     return (readers == 0).sum().item()
@@ -392,12 +394,18 @@ def test_iriw_needs_the_fence(pool):
 
 
 @triton.jit(do_not_specialize=["ROUNDS", "PROGRAMS"])
-def tma_store(CTX, OUT, ROUNDS, PROGRAMS, LOCATIONS: tl.constexpr, WORLD: tl.constexpr, WRITER: tl.constexpr, READER: tl.constexpr):
-    """Even ranks store messages through a tensor descriptor of the next rank's memory, then raise its flag."""
+def tma_store(
+    CTX, OUT, ROUNDS, PROGRAMS, LOCATIONS: tl.constexpr, WORLD: tl.constexpr, WRITER: tl.constexpr, READER: tl.constexpr,
+    NEAR: tl.constexpr,
+):  # fmt: skip
+    """Even ranks store messages through a tensor descriptor of the next rank's memory, then raise a flag: of that rank, or (NEAR) one
+    in their own memory, which has the shorter way."""
     me, n = dl.rank(ctx=CTX), dl.launch_number(ctx=CTX)
     reader, first = me // 2 * 2 + 1, tl.program_id(0) * LOCATIONS
+    place = reader - NEAR
     counter = dl.flags(n, ctx=CTX) + tl.program_id(0)
     flags = dl.flags(n, ctx=CTX) + PROGRAMS + first
+    there = dl.symm_at(flags, place, ctx=CTX)
     wide: tl.constexpr = 2 * WORDS  # elements of 4 bytes of a message
     inbox = dl.symm_at(dl.heap(n, tl.int32, ctx=CTX), reader, alignment=16, ctx=CTX)
     messages = tl.make_tensor_descriptor(inbox, [PROGRAMS * LOCATIONS, wide], [wide, 1], [1, wide])
@@ -407,13 +415,13 @@ def tma_store(CTX, OUT, ROUNDS, PROGRAMS, LOCATIONS: tl.constexpr, WORLD: tl.con
             if me != reader:
                 messages.store([first + i, 0], tl.zeros((1, wide), tl.int32) + r)
                 if WRITER == "notify":
-                    dl.notify(flags + i, reader, signal=r, ctx=CTX)
+                    dl.notify(flags + i, place, signal=r, ctx=CTX)
                 else:
                     __syncthreads()
                     if tid(0) == 0:
-                        st(dl.symm_at(flags + i, reader, ctx=CTX), r, "sys", "relaxed")
+                        st(there + i, r, "sys", "relaxed")
             else:
-                token = dl.wait(flags + i, 1, "sys", "acquire", waitValue=r, ctx=CTX)
+                token = dl.wait(there + i, 1, "sys", "acquire", waitValue=r, ctx=CTX)
                 if READER == "tma":
                     row = dl.consume_token(first + i, (token + dl.fence_async()).to(tl.int32))
                     message = messages.load([row, 0])
@@ -426,10 +434,10 @@ def tma_store(CTX, OUT, ROUNDS, PROGRAMS, LOCATIONS: tl.constexpr, WORLD: tl.con
     dl.leave(ctx=CTX)
 
 
-def run_tma_store(rank, world, writer, reader):
+def run_tma_store(rank, world, writer, reader, near):
     triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=rank_device()))
     with fresh_group() as group, own_processor(rank):
-        outcomes = race(tma_store, group, WORLD=world, WRITER=writer, READER=reader)
+        outcomes = race(tma_store, group, WORLD=world, WRITER=writer, READER=reader, NEAR=near)
     readers = outcomes[1::2]
     assert (readers != -1).all()
     return (readers == 0).sum().item()
@@ -438,7 +446,7 @@ def run_tma_store(rank, world, writer, reader):
 @pytest.mark.parametrize("target", ["sm_90", "sm_100"])
 def test_a_notify_waits_for_tma_stores(target):
     """Until they have been made, not only until their source has been read, which is all that Triton waits for."""
-    constants = {"LOCATIONS": 2048, "WORLD": 2, "WRITER": "notify", "READER": "tma"}
+    constants = {"LOCATIONS": 2048, "WORLD": 2, "WRITER": "notify", "READER": "tma", "NEAR": 0}
     types = {"CTX": "*i64", "OUT": "*i8", "ROUNDS": "i32", "PROGRAMS": "i32"} | dict.fromkeys(constants, "constexpr")
     source = triton.compiler.ASTSource(fn=tma_store, signature=types, constexprs=constants)
     ptx = triton.compile(source, target=TARGETS[target], options={"num_warps": 4}).asm["ptx"]
@@ -449,18 +457,20 @@ def test_a_notify_waits_for_tma_stores(target):
 
 
 def needs_tma(pool) -> None:
-    if torch.cuda.get_device_capability() < (9, 0):
+    if pool.device == "cuda" and torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("the tensor memory accelerator came with Hopper")
 
 
-@on(ON_GPU)
+@on(ON_CPU + ON_GPU)
+@pytest.mark.parametrize("near", [0, 1])
 @pytest.mark.parametrize("reader", ["load", "tma"])
-def test_tma_store_then_notify(pool, reader):
+def test_tma_store_then_notify(pool, reader, near):
+    """On the CPU descriptors are plain loads and stores: there it is message passing once more."""
     needs_tma(pool)
-    assert pool.run(run_tma_store, "notify", reader, timeout=120) == [0] * pool.world
+    assert pool.run(run_tma_store, "notify", reader, near, timeout=120) == [0] * pool.world
 
 
 @on(ON_GPU)
 def test_tma_store_needs_the_notify(pool):
     needs_tma(pool)
-    assert seen(pool, run_tma_store, "relaxed", "load") > 0
+    assert seen(pool, run_tma_store, "relaxed", "load", 1) > 0

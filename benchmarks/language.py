@@ -46,6 +46,7 @@ class Bench:
         self.on_gpu = "nccl" in str(dist.get_backend_config())
         self.device = torch.device("cuda", torch.cuda.current_device()) if self.on_gpu else torch.device("cpu")
         self.replays = replays
+        self.tile = (64, 4)
         self.results: dict[str, Any] = {
             "torch": torch.__version__,
             "triton": triton.__version__,
@@ -167,7 +168,7 @@ def latency(bench: Bench, tiny: bool) -> None:
 def put(bench: Bench, tiny: bool) -> None:
     sizes = [4 * KIB, 64 * KIB] if tiny else [4 * KIB, 64 * KIB, MIB, 16 * MIB, 256 * MIB]
     programs = [1, 2] if tiny else [1, 2, 4, 8, 16, 32, 64, 132]
-    block, rows_of_tile = (1024, 4) if tiny else (16384, 64)
+    block, (tile_rows, tile_warps) = (1024, (4, 4)) if tiny else (16384, bench.tile)
     target = utils.create_symm_tensors(sizes[-1] // 4, torch.int32)
     source = torch.zeros(sizes[-1] // 4, dtype=torch.int32, device=bench.device)
     following, previous = (bench.rank + 1) % bench.world, (bench.rank - 1) % bench.world
@@ -180,7 +181,7 @@ def put(bench: Bench, tiny: bool) -> None:
                 source, target[bench.rank], words, BLOCK=block, num_warps=16
             )
             variants[f"TMA {count}"] = lambda words=words, count=count: kernels.put_tma[(count,)](
-                source, target[bench.rank], words, ROWS=rows_of_tile, num_warps=4, num_stages=2
+                source, target[bench.rank], words, ROWS=tile_rows, num_warps=tile_warps
             )
 
         def pattern(rank: int, words: int = words) -> torch.Tensor:
@@ -306,14 +307,36 @@ def all_reduce(bench: Bench, tiny: bool) -> None:
     bench.results["all_reduce"] = results
 
 
+def ratios(bench: Bench) -> None:
+    """How our rates and speeds compare, larger is better for us: the rate of a TMA push by 16 programs to that of the copy engine; the
+    time of torch's symmetric memory to that of the better of our two kernels."""
+    found: dict[str, dict[str, float]] = {"TMA push, 16 programs / copy engine": {}, "symm_mem / one shot": {}, "symm_mem / two shots": {}}
+    for entry in bench.results.get("put", []):
+        us = entry["us"]
+        if "TMA 16" in us:
+            found["TMA push, 16 programs / copy engine"][f"{entry['bytes'] // KIB} KiB"] = us["copy engine"] / us["TMA 16"]
+    for entry in bench.results.get("all_reduce", []):
+        us = entry["us"]
+        for shots in ("one shot", "two shots"):
+            if f"symm_mem {shots}" in us:
+                ours = min(us[f"{shots}, packed"], us[f"{shots}, flags"])
+                found[f"symm_mem / {shots}"][f"{entry['bytes'] // KIB} KiB"] = us[f"symm_mem {shots}"] / ours
+    rows = [[name, size, f"{value:.2f}"] for name, values in found.items() for size, value in values.items()]
+    if rows:
+        bench.show("Ratios, 1 is par", ["what", "size", "ratio"], rows)
+        bench.results["ratios"] = found
+
+
 PARTS = {"latency": latency, "put": put, "all_reduce": all_reduce}
 
 
-def run(parts: list[str], tiny: bool, replays: int, path: str = "") -> dict[str, Any]:
-    """Measures; all ranks. tiny: sizes for a CPU. Returns the results, as in the JSON file `path`."""
+def run(parts: list[str], tiny: bool, replays: int, path: str = "", tile: tuple[int, int] = (64, 4)) -> dict[str, Any]:
+    """Measures; all ranks. tiny: sizes for a CPU. tile: rows and warps of a TMA push. Returns the results, as in the JSON file `path`."""
     bench = Bench(replays)
+    bench.tile = tile
     for part in parts:
         PARTS[part](bench, tiny or not bench.on_gpu)
+    ratios(bench)
     bench.synchronize()
     if bench.rank == 0 and path:
         Path(path).write_text(json.dumps(bench.results, indent=1) + "\n")
@@ -325,11 +348,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
     parser.add_argument("--replays", type=int, default=31, help="of each graph; the median counts")
+    parser.add_argument("--tile", type=int, nargs=2, default=(64, 4), metavar=("ROWS", "WARPS"), help="of a TMA push: rows of 1 KiB")
     parser.add_argument("--tiny", action="store_true", help="small sizes, as without GPUs")
     parser.add_argument("--json", default="", help="file for the results")
     options = parser.parse_args()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    run(options.parts, options.tiny, options.replays, options.json)
+    run(options.parts, options.tiny, options.replays, options.json, tuple(options.tile))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from torch_triton_dist.language.extra.language_extra import __syncthreads, ntid,
 
 ROW = tl.constexpr(256)  # words of a row of the tensors that the tensor memory accelerator moves
 NOWHERE = tl.constexpr(2**63 - 1)
-LOOKS = tl.constexpr(4096)
+LOOKS = tl.constexpr(256)
 
 # ------------------------------------------------------------------------------------------------------------- flags
 

@@ -161,7 +161,7 @@ def _keep_out_of_graphs(kernel: JITFunction) -> None:
     if rules is not None and id(kernel) not in _outside and kernel.takes_context:
         _outside[id(kernel)] = kernel
         rules._disallowed_callable_ids.add(id(kernel))
-        kernel.run = sys.modules["torch._dynamo"].disable(kernel.run, reason="it depends on the SHMEM world")  # nor is `run` one
+        kernel.run = sys.modules["torch._dynamo"].disable(kernel.run, reason="it depends on the SHMEM world")  # type: ignore[method-assign]
 
 
 def takes_context(callee: Any) -> bool:

@@ -56,6 +56,7 @@ def environment(device: str, nproc: int) -> dict[str, str]:
         variables["PYTHONPATH"] = os.pathsep.join([str(root), *filter(None, [variables.get("PYTHONPATH")])])
     if device == "cpu":
         variables["CUDA_VISIBLE_DEVICES"] = variables["HIP_VISIBLE_DEVICES"] = ""  # Triton compiles for a GPU that it sees
+        variables["TRITON_DEFAULT_BACKEND"] = "cpu"
         variables.setdefault("GLOO_SOCKET_IFNAME", "lo")
     return variables
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 
@@ -68,6 +70,19 @@ def test_the_example(tmp_path, device):
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["[rank:0] got 1 of 2, --size 3", "[rank:1] got 0 of 2, --size 3"]
     assert f"2 ranks on {'the CPU' if device == 'cpu' else 'one GPU each'}" in done.stderr
+
+
+def test_the_program_of_the_docs(tmp_path):
+    text = (Path(__file__).parents[2] / "docs" / "language.md").read_text(encoding="utf-8")
+    program = next(
+        block for block in re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL) if "initialize_distributed" in block
+    )
+    script = tmp_path / "program.py"
+    script.write_text(
+        program.replace("utils.finalize", "utils.dist_print(out.item(), allowed_ranks='all', need_sync=True)\nutils.finalize")
+    )
+    done = run("--nproc", "3", "--device", "cpu", str(script))
+    assert done.returncode == 0 and done.stdout.split() == ["2", "0", "1"], done.stderr
 
 
 def test_a_rank_that_fails(tmp_path):

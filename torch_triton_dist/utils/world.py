@@ -194,6 +194,7 @@ def initialize_distributed(seed: int | None = None, initialize_shmem: bool = Tru
             device = torch.device("cuda", local_rank)
             dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
         else:
+            os.environ.setdefault("TRITON_DEFAULT_BACKEND", "cpu")  # Triton looks when it compiles its first kernel
             dist.init_process_group("gloo")
         _made_process_group = True
     group = dist.group.WORLD

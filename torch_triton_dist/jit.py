@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import functools
 import inspect
 import io
 import re
@@ -64,6 +65,7 @@ class JITFunction(triton_jit.JITFunction):  # of the same name: Triton looks at 
             super().__init__(_with_parameter(self._original), **self._options)
         self._unsafe_update_src(source)
         self.takes_context = True
+        self._place = self.arg_names.index(_CTX)
 
     def _plain_source(self) -> str:
         return self._src
@@ -85,15 +87,13 @@ class JITFunction(triton_jit.JITFunction):  # of the same name: Triton looks at 
     def _do_compile(self, *args: Any, **kwargs: Any) -> Any:
         if not self.takes_context:
             return super()._do_compile(*args, **kwargs)
-        from .utils import world as worlds
-
         try:
             kernel = super()._do_compile(*args, **kwargs)
         except Exception as error:
             _explain(error, self.__name__)
             raise
         if kernel is not None:
-            worlds.module_hook(kernel)
+            _worlds().module_hook(kernel)
         return kernel
 
     def run(self, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
@@ -103,23 +103,35 @@ class JITFunction(triton_jit.JITFunction):  # of the same name: Triton looks at 
             RuntimeError: there is no SHMEM world yet.
             DistributedKernelError: the kernel gave up (on a GPU: at a later call), or an earlier one did.
         """
-        self._settle()
+        if not self._settled:
+            self._settle()
         if not self.takes_context:
             return super().run(*args, grid=grid, warmup=warmup, **kwargs)
-        from .utils import world as worlds
-
-        place = self.arg_names.index(_CTX)
-        given = kwargs.get(_CTX, args[place] if len(args) > place else None)
-        if given is not None:
-            world = worlds.of_context(given)
+        place = self._place
+        given = args[place] if len(args) > place else kwargs.get(_CTX)
+        if given is None:
+            world = _worlds().current(self.__name__)
+            context, options = world.before_launch(self.__name__)
+            if len(args) > place:
+                args = (*args[:place], context, *args[place + 1 :])
+            else:
+                kwargs[_CTX] = context
+            if options:
+                kwargs = options | kwargs
         else:
-            world = worlds.current(f"kernel {self.__name__}")
-            kwargs[_CTX] = world.context(self.__name__)
-            kwargs = world.launch_options() | kwargs
+            world = _worlds().of_context(given)
         kernel = super().run(*args, grid=grid, warmup=warmup, **kwargs)
         if world is not None and not warmup:
             world.after_launch()
         return kernel
+
+
+@functools.cache
+def _worlds() -> Any:
+    """`utils.world`, which imports torch's distributed package: not before the first launch."""
+    from .utils import world
+
+    return world
 
 
 def jit(fn: Callable[..., Any] | None = None, **options: Any) -> Any:

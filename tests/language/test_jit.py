@@ -137,7 +137,7 @@ def nested(rank, world):
         out = utils.create_symm_tensor(8, torch.int64)
         everyone_below[(3,)](out)
         make_kernel(plus)[(1,)](out, 40)
-        with_its_own[(1,)](out[4:])
+        with_its_own[(1,)](out[4:], None)
         explicit[(1,)](out[7:], 77 + rank, utils.context(group))
         utils.barrier_all_on_stream()
         return out.tolist()
@@ -325,7 +325,7 @@ def test_addresses_in_debug_mode(ranks2):
 
 
 def test_a_launch_before_initialisation():
-    with pytest.raises(RuntimeError, match=r"kernel address_of: there is no SHMEM world yet. Call .*initialize_distributed\(\) first"):
+    with pytest.raises(RuntimeError, match=r"address_of: there is no SHMEM world yet. Call .*initialize_distributed\(\) first"):
         address_of[(1,)](torch.zeros(1), torch.zeros(1), 0)
 
 

@@ -79,7 +79,8 @@ def start(rank, world, folder):
             kernel = types.SimpleNamespace(asm={"ptx": ptx}, module=5, _init_handles=lambda: None)
             worlds.module_hook(kernel)
             worlds.module_hook(kernel)
-        options, context = worlds.current("").launch_options(), utils.context()
+        context, options = worlds.current("").before_launch("kernel")
+        assert utils.context() is None
         utils.finalize_distributed()
         dist.destroy_process_group(part)
     return told, views, modules, options, context

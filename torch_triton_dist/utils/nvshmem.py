@@ -111,8 +111,12 @@ class NvshmemWorld:
         self._steps += 1
         return self._board.exchange(f"{step} ({self._steps})", value, config.checked("timeout_s"))
 
-    def context(self, kernel: str = "") -> None:
+    def context(self) -> None:
         """The library knows its ranks."""
+
+    def before_launch(self, kernel: str) -> tuple[None, dict[str, Any]]:
+        """No context, and the option that links the device library."""
+        return None, {"extern_libs": self._libraries}
 
     def has_context(self, table: Any) -> bool:
         """There is none."""
@@ -120,10 +124,6 @@ class NvshmemWorld:
 
     def after_launch(self) -> None:
         """The library has no deadlines, and so no errors of them."""
-
-    def launch_options(self) -> dict[str, Any]:
-        """Options of a launch: the device library."""
-        return {"extern_libs": self._libraries}
 
     def module_loaded(self, module: int) -> None:
         """Tells NVSHMEM of a CUmodule whose kernels call it; once a module, before its first kernel runs."""

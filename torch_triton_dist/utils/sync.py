@@ -20,9 +20,9 @@ def launch_barrier(world: Any, stream: Any) -> None:
     """The barrier of transports `host` and `p2p`: a kernel of one program."""
     if world.device.type == "cuda":
         with torch.cuda.stream(stream if stream is not None else torch.cuda.current_stream(world.device)):
-            _barrier[(1,)](world.context("barrier_all_on_stream"), num_warps=1)
+            _barrier[(1,)](world.before_launch("barrier_all_on_stream")[0], num_warps=1)
     else:
-        _barrier[(1,)](world.context("barrier_all_on_stream"))
+        _barrier[(1,)](world.before_launch("barrier_all_on_stream")[0])
     world.after_launch()
 
 

@@ -67,11 +67,15 @@ class PeerWorld:
         self._steps += 1
         return self._heap.board.exchange(f"{step} ({self._steps})", value, config.checked("timeout_s"))
 
-    def context(self, kernel: str = "") -> torch.Tensor:
-        """The table that kernels take as `ctx`, for one launch (of `kernel`, for errors); raises what earlier launches have left."""
+    def context(self) -> torch.Tensor:
+        """The table that kernels take as `ctx`, for one launch; raises what earlier launches have left."""
+        return self.before_launch("a kernel")[0]
+
+    def before_launch(self, kernel: str) -> tuple[torch.Tensor, dict[str, Any]]:
+        """The table for one launch of `kernel` (its name, for errors), and the options of the launch: no library is linked."""
         table = self._heap.attend()
-        self._heap.signature = f"{kernel or 'a kernel'}()"
-        return table
+        self._heap.signature = kernel
+        return table, {}
 
     def has_context(self, table: torch.Tensor) -> bool:
         """Whether `table` is what `context` returns."""
@@ -83,10 +87,6 @@ class PeerWorld:
             error = self._heap.failure(launched=True)
             if error is not None:
                 raise error
-
-    def launch_options(self) -> dict[str, Any]:
-        """Options of a launch beside `ctx`: no library is linked."""
-        return {}
 
     def _commit(self, offset: int, nbytes: int) -> None:
         commit = getattr(self._heap.transport, "commit", None)

@@ -43,8 +43,8 @@ class Bench:
     def __init__(self, replays: int) -> None:
         self.group = utils.initialize_distributed()
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        self.on_gpu = "nccl" in str(dist.get_backend_config())
-        self.device = torch.device("cuda", torch.cuda.current_device()) if self.on_gpu else torch.device("cpu")
+        self.device = utils.device()
+        self.on_gpu = self.device.type == "cuda"
         self.replays = replays
         self.tile = (64, 4)
         self.results: dict[str, Any] = {

@@ -12,12 +12,7 @@ import torch
 import torch.distributed as dist
 
 from torch_triton_dist import utils
-
-
-def device() -> torch.device:
-    """Where the kernels of this rank run. Known once the world has been made."""
-    on_gpu = "nccl" in str(dist.get_backend_config())
-    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+from torch_triton_dist.utils import device  # where the kernels of this rank run, once the world has been made
 
 
 def everyones(mine: torch.Tensor) -> list[torch.Tensor]:

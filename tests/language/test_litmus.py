@@ -423,7 +423,7 @@ def tma_store(
             else:
                 token = dl.wait(there + i, 1, "sys", "acquire", waitValue=r, ctx=CTX)
                 if READER == "tma":
-                    row = dl.consume_token(first + i, (token + dl.fence_async()).to(tl.int32))
+                    row = dl.consume_token(first + i, token.to(tl.int32))
                     message = messages.load([row, 0])
                 else:
                     row = dl.consume_token(inbox + (first + i) * wide, token)
@@ -444,8 +444,8 @@ def run_tma_store(rank, world, writer, reader, near):
 
 
 @pytest.mark.parametrize("target", ["sm_90", "sm_100"])
-def test_a_notify_waits_for_tma_stores(target):
-    """Until they have been made, not only until their source has been read, which is all that Triton waits for."""
+def test_notify_waits_for_tma_stores_and_tma_loads_for_a_wait(target):
+    """Stores until they have been made, not only until their source has been read, which is all that Triton waits for."""
     constants = {"LOCATIONS": 2048, "WORLD": 2, "WRITER": "notify", "READER": "tma", "NEAR": 0}
     types = {"CTX": "*i64", "OUT": "*i8", "ROUNDS": "i32", "PROGRAMS": "i32"} | dict.fromkeys(constants, "constexpr")
     source = triton.compiler.ASTSource(fn=tma_store, signature=types, constexprs=constants)
@@ -454,6 +454,10 @@ def test_a_notify_waits_for_tma_stores(target):
     behind = ptx[store : ptx.index("sys.release.exch", store)]
     complete = re.search(r"cp\.async\.bulk\.wait_group\s+0", behind)
     assert complete and "bar.sync" in behind[complete.end() :], behind
+    # And the TMA loads behind a wait come after it.
+    load = ptx.index("cp.async.bulk.tensor.2d.shared")
+    looked = ptx.rindex("ld.global.sys.acquire", 0, load)
+    assert "fence.proxy.async;" in ptx[looked:load], ptx[looked:load]
 
 
 def needs_tma(pool) -> None:

@@ -159,12 +159,17 @@ def _peer_address(ptr, rank, alignment: tl.constexpr, ctx):
     return tl.multiple_of((theirs + (ptr.to(tl.int64) - mine)).to(ptr.dtype), alignment)
 
 
+def _has_tma(options):
+    """Whether the kernel is compiled for an NVIDIA GPU with the tensor memory accelerator."""
+    return options.backend_name == "cuda" and int("".join(filter(str.isdigit, options.arch))) >= 90
+
+
 @core.extern
 def fence_async(_semantic=None):
     """Orders what follows through the async proxy (TMA loads, on Hopper and later) behind this thread's generic accesses: between a
-    wait and a TMA load of what peers have stored. Returns 0, int32, to be mixed into an address. Nothing to do on other devices."""
-    options = _semantic.builder.options
-    if options.backend_name == "cuda":
+    `wait_stamp` and a TMA load of what peers have stored; `wait` has it. Returns 0, int32, to be mixed into an address. Nothing to do on
+    other devices."""
+    if _has_tma(_semantic.builder.options):
         return core.inline_asm_elementwise(
             "fence.proxy.async; mov.b32 $0, 0;", "=r", [], dtype=core.int32, is_pure=False, pack=1, _semantic=_semantic
         )
@@ -284,11 +289,9 @@ def stores_done(_semantic=None):
         return core.inline_asm_elementwise(
             "s_waitcnt vmcnt(0)\nv_mov_b32 $0, 0", "=v", [], dtype=core.int32, is_pure=False, pack=1, _semantic=_semantic
         )
-    if options.backend_name == "cuda" and int("".join(filter(str.isdigit, options.arch))) >= 90:
+    if _has_tma(options):
         text = "cp.async.bulk.wait_group 0; mov.u32 $0, 0;"
-        return core.inline_asm_elementwise(
-            text, "=r,~{memory}", [], dtype=core.int32, is_pure=False, pack=1, _semantic=_semantic
-        )
+        return core.inline_asm_elementwise(text, "=r,~{memory}", [], dtype=core.int32, is_pure=False, pack=1, _semantic=_semantic)
     return _semantic.to_tensor(0)
 
 
@@ -425,7 +428,7 @@ def wait(
             seen = _wait_slowly(words + i, waitValue, False, scope, semantic, kernel, peer, ctx)
         # Zero, since flags are never negative; but the compiler cannot know, and has to read the flag first.
         token += tl.minimum(seen, 0)
-    return token
+    return token + fence_async()  # TMA loads too are to come after it
 
 
 @triton.jit

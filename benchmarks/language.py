@@ -61,9 +61,9 @@ class Bench:
         if self.on_gpu:
             torch.cuda.synchronize()
 
-    def time(self, variants: dict[str, Call], calls: int) -> dict[str, float]:
-        """Microseconds a call of each variant; `calls` of them in a graph."""
-        runs = {name: self._repeated(call, calls) for name, call in variants.items()}
+    def time(self, variants: dict[str, Call], calls: int, idle: bool = False) -> dict[str, float]:
+        """Microseconds a call of each variant; `calls` of them in a graph. idle: this rank only takes part in the barriers."""
+        runs = {name: (lambda: None) if idle else self._repeated(call, calls) for name, call in variants.items()}
         times: dict[str, list[float]] = {name: [] for name in variants}
         for turn in range(self.replays + 2):
             for name in list(runs) if turn % 2 else list(runs)[::-1]:
@@ -148,14 +148,12 @@ def latency(bench: Bench, tiny: bool) -> None:
         variants: dict[str, Call] = {}
         for name, by_block in (("notify, wait", True), ("st, ld of a thread", False)):
             flag, done = utils.create_symm_tensor(1, torch.int64), torch.zeros(1, dtype=torch.int64, device=bench.device)
-            play = bench.rank in (0, peer)
 
-            def call(flag: Any = flag, done: Any = done, by_block: bool = by_block, play: bool = play, peer: int = peer) -> None:
-                if play:
-                    kernels.ping_pong[(1,)](flag, done, rounds, 0, peer, BY_BLOCK=by_block, num_warps=1)
+            def call(flag: Any = flag, done: Any = done, by_block: bool = by_block, peer: int = peer) -> None:
+                kernels.ping_pong[(1,)](flag, done, rounds, 0, peer, BY_BLOCK=by_block, num_warps=1)
 
             variants[name] = call
-        times = {name: took / (2 * rounds) for name, took in bench.time(variants, 1).items()}
+        times = {name: took / (2 * rounds) for name, took in bench.time(variants, 1, idle=bench.rank not in (0, peer)).items()}
         rows.append([f"0 and {peer}", *(f"{took:.2f}" for took in times.values())])
         results.append({"ranks": [0, peer], "us": times})
     bench.show("One-way latency of a flag, µs", ["ranks", *variants], rows)

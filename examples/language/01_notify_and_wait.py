@@ -21,7 +21,8 @@ Example: messages 0 and 1 wait for nothing (empty >= -1, empty >= 0: flags start
 until empty[0] >= 1, and so until message 0 has been read.
 
 Why it cannot deadlock: a rank sends message i, then reads message i. To send it, it waits for the next rank to have read
-message i - 2; to read it, for the previous rank to have sent it. So whoever is at the lowest number waits for nobody.
+message i - 2; to read it, for the previous rank to have sent it. Look at the ranks with the lowest i: those that have yet to
+send wait for nobody, as all have read i - 2; and when they have sent, those that have yet to read do not wait any more.
 Why it cannot race: a slot is written only after the read of its last message was reported, and read only after it was
 reported full. The numbers of a flag only grow, hence "at least": a flag that has gone further has passed the value on the
 way.
@@ -86,7 +87,7 @@ def check() -> None:
         torch.testing.assert_close(send_around(messages), expected, rtol=0, atol=0)
 
 
-# To try: replace the 1 in `waitValue=i - SLOTS + 1` by 2, so that a sender is a message ahead. Which check fails first?
+# To try: take out the wait for `empty`. Four ranks notice, two never do. What protects those?
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ of the call.
       store     the words into place [r] of every rank: no notify, no barrier, no fence
       look      at the words of all ranks until all of them hold n; unpack
 
-Twice the bytes, half the latency: it pays below some 100 KB.
+Twice the bytes for a trip less: it pays where there is little to send. benchmarks/language.py shows where that ends.
 
 Example: the data 7 in call 3 travels as 0x00000003_00000007. The receiver finds 0x00000001_00000009 (call 1 had the same
 place): not yet; then 0x00000003_00000007: it takes the 7.

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 import torch_triton_dist as ttd
-from tests.language.worlds import HEAP, TWO, TWO_AND_FOUR, on, shmem_world, zeros
+from tests.language.worlds import HEAP, TWO_AND_FOUR, on, shmem_world, zeros
 from torch_triton_dist import language as dl
 from torch_triton_dist import utils
 from torch_triton_dist.backends import cpu
@@ -70,30 +70,6 @@ def test_symmetric_tensors(pool):
         assert seen == [100 + peer for peer in range(world)]
         assert written == list(range(world))
         assert stored == 3.0 + (rank - 1) % world
-
-
-def stores_at_once(rank, world):
-    """Rank 0 stores into the memory of rank 1 as soon as it may; rank 1 is slow to clear its own."""
-    with shmem_world():
-        store_at[(1,)](utils.create_symm_tensor(1, torch.int64), 7, 1)  # compiled
-        current = utils.world.current("test")
-        allocate = current.allocate
-
-        def slow(*arguments):
-            time.sleep(0.3 * rank)
-            return allocate(*arguments)
-
-        current.allocate = slow
-        tensor = utils.create_symm_tensor(1, torch.int64)
-        if rank == 0:
-            store_at[(1,)](tensor, 7, 1)
-        utils.barrier_all_on_stream()
-        return tensor.item()
-
-
-@on(TWO)
-def test_no_store_comes_before_the_zeros(pool):
-    assert pool.run(stores_at_once) == [0, 7]
 
 
 def refused(rank, world):

@@ -30,9 +30,7 @@ def create_symm_tensor(shape: Sequence[int] | int, dtype: torch.dtype) -> torch.
     if any(other != asked[0] for other in asked):
         lines = "; ".join(f"rank {rank}: shape {tuple(what[0])}, dtype {what[1]}" for rank, what in enumerate(asked))
         raise ValueError(f"shape, dtype: the ranks ask for different symmetric tensors. {lines}")
-    tensor = world.allocate(extents, dtype)
-    world.agree("create_symm_tensor, zeros", True)  # a peer stores as soon as its own call returns: not before this rank has cleared
-    return tensor
+    return world.allocate(extents, dtype)
 
 
 def create_symm_tensors(

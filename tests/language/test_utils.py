@@ -16,7 +16,7 @@ from tests.language.worlds import HEAP, TWO_AND_FOUR, on, shmem_world, zeros
 from torch_triton_dist import language as dl
 from torch_triton_dist import utils
 from torch_triton_dist.backends import cpu
-from torch_triton_dist.runtime import DistributedKernelError
+from torch_triton_dist.runtime import DistributedKernelError, layout
 from torch_triton_dist.utils.allocator import Allocator, OutOfSymmetricMemory
 
 cpu.ensure_registered()
@@ -255,6 +255,31 @@ def missing(rank, world):
 def test_a_barrier_that_a_rank_does_not_reach(ranks2):
     text, _ = ranks2.run(missing)
     assert "barrier_all_on_stream gave up: what it waited for did not come within the deadline of 0.3 s" in text
+
+
+def told(rank, world):
+    """A peer gives up: `check` says so to the host of a rank that launches nothing."""
+    with shmem_world() as group:
+        utils.barrier_all_on_stream()
+        if rank == 0:
+            utils.context(group)[layout.ABORT] = 1 + 1  # as a kernel of rank 1 would
+            with pytest.raises(DistributedKernelError, match=r"aborted by rank 1"):
+                ttd.check()
+        dist.barrier()
+        pid = os.fork()
+        if pid == 0:  # a data loader's worker, say
+            code = 1
+            try:
+                utils.context()
+            except RuntimeError as error:
+                code = 7 if "was forked from one that used torch_triton_dist" in str(error) else 2
+            finally:
+                os._exit(code)
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def test_check_and_forked_processes(ranks2):
+    assert ranks2.run(told) == [7, 7]
 
 
 # ------------------------------------------------------------------------------------------------- printing, seeds, ...

@@ -107,7 +107,7 @@ def reset(group: dist.ProcessGroup | str | None = None) -> None:
         # This rank has launched no operation of the group, its peers may have: it takes part all the same. (The heap of a SHMEM world,
         # see utils.world, is there on all ranks or on none.)
         found = groups.find_group(name)
-        kind = "cuda" if dist.get_backend(found) == "nccl" else "cpu"
+        kind = "cuda" if "nccl" in dist.get_backend(found) else "cpu"  # it may be one of several, "cpu:gloo,cuda:nccl"
         heaps = [_new_heap(torch.device(kind), name), *heaps]
     for heap in heaps:
         heap.reset(config.checked("timeout_s"))

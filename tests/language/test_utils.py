@@ -12,12 +12,13 @@ import triton
 import triton.language as tl
 
 import torch_triton_dist as ttd
-from tests.language.worlds import HEAP, TWO_AND_FOUR, on, shmem_world, zeros
+from tests.language.worlds import HEAP, TWO, TWO_AND_FOUR, on, shmem_world, zeros
 from torch_triton_dist import language as dl
 from torch_triton_dist import utils
 from torch_triton_dist.backends import cpu
 from torch_triton_dist.runtime import DistributedKernelError, layout
 from torch_triton_dist.utils.allocator import Allocator, OutOfSymmetricMemory
+from torch_triton_dist.utils.world import PeerWorld
 
 cpu.ensure_registered()
 
@@ -70,6 +71,24 @@ def test_symmetric_tensors(pool):
         assert seen == [100 + peer for peer in range(world)]
         assert written == list(range(world))
         assert stored == 3.0 + (rank - 1) % world
+
+
+def early(rank, world):
+    """Rank 0 writes to the tensor of rank 1 as soon as it has its own; rank 1 is slow to make it."""
+    with shmem_world(), pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            commit = PeerWorld._commit
+            patch.setattr(PeerWorld, "_commit", lambda *place: (time.sleep(0.3), commit(*place)))
+        views = utils.create_symm_tensors(1, torch.int64)
+        if rank == 0:
+            views[1].fill_(5)
+        utils.barrier_all_on_stream()
+        return views[1].item()
+
+
+@on(TWO)
+def test_a_tensor_is_cleared_before_anyone_has_it(pool):
+    assert pool.run(early) == [5, 5]
 
 
 def refused(rank, world):

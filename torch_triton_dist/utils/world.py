@@ -106,6 +106,7 @@ class PeerWorld:
             own.zero_()
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
+            self.agree("create_symm_tensor, cleared", True)  # nobody writes to what a peer has not cleared yet
             return own[: nbytes // dtype.itemsize * dtype.itemsize].view(dtype)[: torch.Size(shape).numel()].view(shape)
 
     def offset_of(self, tensor: torch.Tensor) -> int | None:

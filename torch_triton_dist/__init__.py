@@ -21,16 +21,18 @@ if TYPE_CHECKING:
     from .inductor import disable as disable
     from .inductor import enable as enable
     from .inductor import enabled as enabled
+    from .jit import jit as jit
     from .runtime import DistributedKernelError as DistributedKernelError
     from .runtime import check as check
     from .runtime import reset as reset
 
-_MODULES = ("config", "language", "kernels", "lowerings", "inductor", "ops", "runtime")
+_MODULES = ("config", "language", "kernels", "lowerings", "inductor", "ops", "runtime", "utils")
 _NAMES = {
     "enable": "inductor",
     "disable": "inductor",
     "enabled": "inductor",
     "explain": "explain",
+    "jit": "jit",
     "check": "runtime",
     "reset": "runtime",
     "DistributedKernelError": "runtime",

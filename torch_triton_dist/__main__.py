@@ -14,6 +14,7 @@ def main(arguments: list[str] | None = None) -> int:
     commands.add_parser("doctor", help="what this machine offers, and what is missing")
     demo = commands.add_parser("demo", help="train a small Llama-style model on several ranks, with and without the extension")
 
+    run = commands.add_parser("run", help="start a script on several ranks: on the GPUs of this machine, or on its CPU")
     bench = commands.add_parser("bench", help="time the fused kernels against the unfused form, other libraries and the bound")
 
     # Only the command that runs imports what it needs: `--help` is instant, and `doctor` works where torch does not.
@@ -26,9 +27,15 @@ def main(arguments: list[str] | None = None) -> int:
         from . import bench as bench_module
 
         bench_module.add_arguments(bench)
+    elif words[:1] == ["run"]:
+        from . import launcher
+
+        launcher.add_arguments(run)
     options = parser.parse_args(words)
     if options.command == "bench":
         return bench_module.main(options, words[1:])
+    if options.command == "run":
+        return launcher.main(options)
     if options.command == "demo":
         return demo_module.main(options)
     if options.command == "doctor":

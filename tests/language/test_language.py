@@ -219,7 +219,7 @@ def wrong(CTX, WHAT: tl.constexpr):
     elif WHAT == "signal":
         dl.notify(CTX, 0, 1, "max", ctx=CTX)
     elif WHAT == "scope":
-        dl.notify(CTX, 0, comm_scope="inter_node", ctx=CTX)
+        dl.notify(CTX, 0, comm_scope="everywhere", ctx=CTX)
     else:
         dl.wait(CTX, 1, "sys", "relaxed", ctx=CTX)
 
@@ -229,7 +229,7 @@ def wrong(CTX, WHAT: tl.constexpr):
     [
         ("axis", "only axis=-1"),
         ("signal", "sig_op is 'set' or 'add'"),
-        ("scope", "only intra_node transports"),
+        ("scope", "comm_scope is 'gpu', 'intra_node' or 'inter_node'"),
         ("semantic", "semantic is 'acquire'"),
     ],
 )

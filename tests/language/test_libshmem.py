@@ -16,8 +16,9 @@ from torch_triton_dist import config, runtime
 from torch_triton_dist import language as dl
 from torch_triton_dist.backends import cpu
 from torch_triton_dist.language.extra import libshmem_device as shmem
+from torch_triton_dist.language.extra import symmetric
 from torch_triton_dist.language.extra.language_extra import __syncthreads, laneid, ld, tid
-from torch_triton_dist.runtime import DistributedKernelError
+from torch_triton_dist.runtime import DistributedKernelError, layout
 
 cpu.ensure_registered()
 
@@ -495,3 +496,24 @@ def run_outside(rank, world, pe, offset):
 ])  # fmt: skip
 def test_assertions_of_debug_mode(ranks2, pe, offset, text):
     assert all(text in answer for answer in ranks2.run(run_outside, pe, offset))
+
+
+# ------------------------------------------------------------------------------------------------------- large groups
+
+
+@triton.jit
+def counters_of_team(CTX, OUT, TEAM: tl.constexpr):
+    tl.store(OUT, symmetric._counters(0, TEAM, CTX).to(tl.int64))
+
+
+@pytest.mark.parametrize("world", [2, 5, 6, 8, 16, 72])
+def test_counters_of_barriers_lie_behind_the_context_table(world):
+    """The device computes where they are from the size of the group, and the host has laid them out."""
+    table = torch.zeros(layout.context_words(world), dtype=torch.int64)
+    table[layout.WORLD], table[layout.HEAPS + world] = world, 1 << 20
+    out = torch.zeros(1, dtype=torch.int64)
+    for team in range(layout.SYNC_TEAMS):
+        counters_of_team[(1,)](table, out, team)
+        offset = out.item() - (1 << 20)
+        assert offset == layout.sync_offset(world) + team * layout.SYNC_WORDS * layout.WORD
+        assert 8 * layout.context_words(world) <= offset < layout.control_bytes(world)

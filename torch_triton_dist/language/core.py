@@ -66,7 +66,9 @@ POLLS = tl.constexpr(16)  # looks at a flag between two looks at the deadline an
 
 # Default arguments: Triton 3.6 does not take a plain string for a constexpr default of a function that a kernel calls.
 SET = tl.constexpr("set")
-INTRA_NODE = tl.constexpr("intra_node")
+INTER_NODE = tl.constexpr("inter_node")
+_NOTIFY_PTR, _WAIT_PTRS = tl.constexpr("dl.notify: ptr"), tl.constexpr("dl.wait: barrierPtrs")
+_SIGNAL_SET, _SIGNAL_ADD = tl.constexpr(9), tl.constexpr(10)  # NVSHMEM's
 
 
 @core.extern
@@ -92,14 +94,46 @@ def clock_ns(_semantic=None):
 def rank(axis: tl.constexpr = -1, ctx=None):
     """This rank inside the group, int32. Data, never a compile-time constant: all ranks run the same binary. `axis` must be -1."""
     tl.static_assert(axis == -1, "dl.rank: only axis=-1, the rank in the whole group")
-    return tl.load(ctx + RANK).to(tl.int32)
+    if ctx is None:
+        return device_library.call("my_pe")
+    else:
+        return tl.load(ctx + RANK).to(tl.int32)
 
 
 @triton.jit
 def num_ranks(axis: tl.constexpr = -1, ctx=None):
     """Number of ranks of the group, int32. `axis` must be -1."""
     tl.static_assert(axis == -1, "dl.num_ranks: only axis=-1, the whole group")
-    return tl.load(ctx + WORLD).to(tl.int32)
+    if ctx is None:
+        return device_library.call("n_pes")
+    else:
+        return tl.load(ctx + WORLD).to(tl.int32)
+
+
+@core.extern
+def _checks(_semantic=None):
+    """Whether this kernel is compiled with device assertions (`debug=True`, TRITON_DEBUG=1), constexpr."""
+    return core.constexpr(bool(_semantic.builder.options.debug))
+
+
+@triton.jit
+def _check(ptr, rank, ctx):
+    offset = ptr.to(tl.int64) - tl.load(ctx + HEAPS + tl.load(ctx + RANK))
+    total = tl.load(ctx + DATA_START) + 2 * tl.load(ctx + DATA_STRIDE)
+    tl.device_assert((rank >= 0) & (rank < tl.load(ctx + WORLD)), "dl.symm_at: rank is no rank of the group")
+    tl.device_assert((offset >= 0) & (offset < total), "dl.symm_at: ptr is outside the symmetric heap")
+
+
+@triton.jit
+def _flag(ptr, WHAT: tl.constexpr):
+    """A pointer to flags, as one to int64. WHAT: the argument, for the error message."""
+    tl.static_assert(ptr.dtype.is_ptr(), WHAT + " is a pointer to a flag")
+    kind: tl.constexpr = ptr.dtype.element_ty
+    tl.static_assert((kind == tl.int64) | (kind == tl.uint64), WHAT + " points to words of 64 bits, int64 (utils.NVSHMEM_SIGNAL_DTYPE)")
+    if kind == tl.int64:
+        return ptr
+    else:
+        return ptr.to(tl.pointer_type(tl.int64), bitcast=True)
 
 
 @triton.jit
@@ -107,18 +141,35 @@ def symm_at(ptr, rank, alignment: tl.constexpr = 1, ctx=None):
     """Address at which this rank sees, in the heap of `rank`, what `ptr` points to in its own heap. Same type as `ptr`.
 
     The compiler knows nothing of the alignment of the result: for a `ptr` that is a multiple of 16 bytes say `alignment=16`, and
-    index from there, so that stores are 16 bytes wide. (`tl.multiple_of` around the call would be lost when the call is inlined.)"""
+    index from there, so that stores are 16 bytes wide. (`tl.multiple_of` around the call would be lost when the call is inlined.)
+
+    In debug mode, a device assertion fails for a `rank` out of range and for a `ptr` outside the heap."""
+    if ctx is None:
+        return tl.multiple_of(device_library.call("ptr", ptr, rank).to(ptr.dtype), alignment)
+    else:
+        if _checks():
+            _check(ptr, rank, ctx)
+        return _peer_address(ptr, rank, alignment, ctx)
+
+
+@triton.jit
+def _peer_address(ptr, rank, alignment: tl.constexpr, ctx):
     mine = tl.load(ctx + HEAPS + tl.load(ctx + RANK))
     theirs = tl.load(ctx + HEAPS + rank)
     return tl.multiple_of((theirs + (ptr.to(tl.int64) - mine)).to(ptr.dtype), alignment)
 
 
+def _has_tma(options):
+    """Whether the kernel is compiled for an NVIDIA GPU with the tensor memory accelerator."""
+    return options.backend_name == "cuda" and int("".join(filter(str.isdigit, options.arch))) >= 90
+
+
 @core.extern
 def fence_async(_semantic=None):
     """Orders what follows through the async proxy (TMA loads, on Hopper and later) behind this thread's generic accesses: between a
-    wait and a TMA load of what peers have stored. Returns 0, int32, to be mixed into an address. Nothing to do on other devices."""
-    options = _semantic.builder.options
-    if options.backend_name == "cuda":
+    `wait_stamp` and a TMA load of what peers have stored; `wait` has it. Returns 0, int32, to be mixed into an address. Nothing to do on
+    other devices."""
+    if _has_tma(_semantic.builder.options):
         return core.inline_asm_elementwise(
             "fence.proxy.async; mov.b32 $0, 0;", "=r", [], dtype=core.int32, is_pure=False, pack=1, _semantic=_semantic
         )
@@ -235,28 +286,56 @@ def leave(ctx=None):
 
 @core.extern
 def stores_done(_semantic=None):
-    """On AMD, waits for the stores of this wavefront: a block barrier alone does not, and a release by one thread then covers those of
-    its own wavefront only. Elsewhere the barrier and the release do it. Returns 0, int32."""
-    if _semantic.builder.options.backend_name == "hip":
+    """Waits for stores that a block barrier and a release by one thread would not cover. Returns 0, int32.
+
+    On AMD the stores of this wavefront: the release covers those of its own wavefront only. On NVIDIA from Hopper on the stores that this
+    thread has made by the tensor memory accelerator: Triton itself only waits until their source has been read."""
+    options = _semantic.builder.options
+    if options.backend_name == "hip":
         return core.inline_asm_elementwise(
             "s_waitcnt vmcnt(0)\nv_mov_b32 $0, 0", "=v", [], dtype=core.int32, is_pure=False, pack=1, _semantic=_semantic
         )
+    if _has_tma(options):
+        text = "cp.async.bulk.wait_group 0; mov.u32 $0, 0;"
+        return core.inline_asm_elementwise(text, "=r,~{memory}", [], dtype=core.int32, is_pure=False, pack=1, _semantic=_semantic)
     return _semantic.to_tensor(0)
 
 
 @triton.jit
-def notify(ptr, rank, signal=1, sig_op: tl.constexpr = SET, comm_scope: tl.constexpr = INTRA_NODE, ctx=None):
+def notify(ptr, rank, signal=1, sig_op: tl.constexpr = SET, comm_scope: tl.constexpr = INTER_NODE, ctx=None):
     """Raises the flag `ptr` (int64, an address of the own heap) in the heap of `rank`, after everything this program stored before is
-    visible there. `sig_op`: "set" stores `signal`, "add" adds it. `comm_scope`: "intra_node" (peer addresses)."""
-    tl.static_assert(comm_scope == "intra_node", "dl.notify: only intra_node transports (host, p2p) are built so far")
-    flag = symm_at(ptr, rank, ctx=ctx)
-    stores_done()
-    tl.debug_barrier()  # the stores of all threads, see NOTE [order of data and flags]
-    if sig_op == "set":
-        tl.atomic_xchg(flag, signal, sem="release", scope="sys")
+    visible there. `sig_op`: "set" stores `signal`, "add" adds it.
+
+    comm_scope: how far `rank` may be: "gpu", "intra_node" or "inter_node". With a context all ranks are on one host, and it makes no
+    difference. With a device library, "inter_node" is a signal of the library, the others are a store to the address of the peer."""
+    tl.static_assert(
+        (comm_scope == "inter_node") | (comm_scope == "intra_node") | (comm_scope == "gpu"),
+        "dl.notify: comm_scope is 'gpu', 'intra_node' or 'inter_node'",
+    )
+    tl.static_assert((sig_op == "set") | (sig_op == "add"), "dl.notify: sig_op is 'set' or 'add'")
+    word = _flag(ptr, _NOTIFY_PTR)
+    if ctx is None and comm_scope == "inter_node":
+        _notify_by_library(word, rank, signal, sig_op)
     else:
-        tl.static_assert(sig_op == "add", "dl.notify: sig_op is 'set' or 'add'")
-        tl.atomic_add(flag, signal, sem="release", scope="sys")
+        flag = symm_at(word, rank, ctx=ctx)
+        stores_done()
+        tl.debug_barrier()  # the stores of all threads, see NOTE [order of data and flags]
+        if sig_op == "set":
+            tl.atomic_xchg(flag, signal, sem="release", scope="sys")
+        else:
+            tl.atomic_add(flag, signal, sem="release", scope="sys")
+
+
+@triton.jit
+def _notify_by_library(word, rank, signal, sig_op: tl.constexpr):
+    stores_done()
+    tl.debug_barrier()
+    if language_extra.tid(0) == 0:
+        device_library.call("fence")
+        if sig_op == "set":
+            device_library.call("signal_op", word, signal, _SIGNAL_SET, rank)
+        else:
+            device_library.call("signal_op", word, signal, _SIGNAL_ADD, rank)
 
 
 @triton.jit
@@ -338,16 +417,22 @@ def wait(
     kernel, peer: who waits for whom (an id of `layout.KERNELS`, a rank); they only serve the error message.
     The wait ends early when the deadline of the context has passed or the group was told to give up; it then records the error,
     `claim` hands out nothing more, and the host raises: what the kernel has written by then is never handed to the user.
+    With a device library instead of a context it has no deadline.
     """
     tl.static_assert(semantic == "acquire", "dl.wait: semantic is 'acquire'")
+    tl.static_assert((scope == "sys") | (scope == "gpu"), "dl.wait: scope is 'sys' or 'gpu'")
+    words = _flag(barrierPtrs, _WAIT_PTRS)
     token = tl.full((), 0, tl.int64)
     for i in range(numBarriers):
-        seen = tl.atomic_add(barrierPtrs + i, 0, sem=semantic, scope=scope)
-        if seen < waitValue:
-            seen = _wait_slowly(barrierPtrs + i, waitValue, False, scope, semantic, kernel, peer, ctx)
+        seen = tl.atomic_add(words + i, 0, sem=semantic, scope=scope)
+        if ctx is None:
+            while seen < waitValue:
+                seen = tl.atomic_add(words + i, 0, sem=semantic, scope=scope)
+        elif seen < waitValue:
+            seen = _wait_slowly(words + i, waitValue, False, scope, semantic, kernel, peer, ctx)
         # Zero, since flags are never negative; but the compiler cannot know, and has to read the flag first.
         token += tl.minimum(seen, 0)
-    return token
+    return token + fence_async()  # TMA loads too are to come after it
 
 
 @triton.jit
@@ -404,3 +489,7 @@ def wait_peers(flags, stamp, kernel: tl.constexpr, WORLD: tl.constexpr, ctx=None
 def consume_token(value, token):
     """`value` (a pointer, or an integer offset), unchanged; whatever is addressed through it comes after the wait that made `token`."""
     return value + token * 16  # times 16 keeps what the compiler knows of the alignment of `value`
+
+
+# Last, because they use what is above. They serve calls without a context, see `extra.libshmem_device`.
+from .extra import device_library, language_extra  # noqa: E402

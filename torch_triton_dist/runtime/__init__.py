@@ -122,11 +122,12 @@ def reset(group: dist.ProcessGroup | str | None = None) -> None:
     name = groups.group_name(group)
     with _lock:
         heaps = [heap for (owner, _), heap in sorted(_heaps.items()) if owner == name and heap.is_current()]
-    if not heaps:
-        # This rank has not launched anything in the group, its peers may have: it takes part all the same.
+    if all(heap is not _heaps.get((name, heap.device.type)) for heap in heaps):
+        # This rank has launched no operation of the group, its peers may have: it takes part all the same. (The heap of a SHMEM world,
+        # see utils.world, is there on all ranks or on none.)
         found = groups.find_group(name)
-        kind = "cuda" if dist.get_backend(found) == "nccl" else "cpu"
-        heaps = [_new_heap(torch.device(kind), name)]
+        kind = "cuda" if "nccl" in dist.get_backend(found) else "cpu"  # it may be one of several, "cpu:gloo,cuda:nccl"
+        heaps = [_new_heap(torch.device(kind), name), *heaps]
     for heap in heaps:
         heap.reset(config.checked("timeout_s"))
 

@@ -42,9 +42,9 @@ class SymmetricHeap:
         group: dist.ProcessGroup,
         name: str,
         device: torch.device,
-        incarnation: int,
+        incarnation: int | str,
         watchdog: Any,
-        reserved: Callable[[], tuple[int, int]],
+        reserved: Callable[[], tuple[int, int]] = lambda: (0, 0),
     ) -> None:
         """reserved: tells data bytes and flags of launches to come, see `runtime.reserve`."""
         self.name, self.device, self._reserved = name, device, reserved
@@ -61,6 +61,7 @@ class SymmetricHeap:
         self.generation = 0
         self.needs: dict[str, tuple[int, int]] = {}  # signature -> data bytes, flags
         self.signature = ""  # of the last launch
+        self.sparse = False  # the user of the heap reserves memory bit by bit, where the transport can (`HostTransport.commit`)
         self._growths = 0  # tried in this epoch
         self._poison: DistributedKernelError | None = None
         self._timeout_s = 0.0
@@ -95,6 +96,15 @@ class SymmetricHeap:
             self._release()
             raise
         self.signature = signature
+        return self.transport.context
+
+    def attend(self) -> torch.Tensor:
+        """Everything before a launch that is not one of the group's ordered launches (a kernel on memory of its own); returns the
+        context. Nothing to be done after it but to look for its error, `failure(launched=True)`."""
+        if self._poison is not None or self.board.gone or self.transport.failed():
+            self._raise_failure()
+        if timeout_override() is not self._timeout_override:
+            self._set_timeout()
         return self.transport.context
 
     def leave(self) -> None:
@@ -193,6 +203,8 @@ class SymmetricHeap:
             raise RuntimeError(f"there is no transport for device {self.device}: cpu and cuda have one")
         peers = self.peers
         self.transport = self.board.guarded("making the control block", lambda: kind(self.device, self.board, peers, timeout_s))
+        if self.sparse and hasattr(self.transport, "sparse"):
+            self.transport.sparse = True
         self.transport.write({layout.LAUNCH: 1})
         self._timeout_s, self._timeout_override = 0.0, object()  # as in the new table
         self.watchdog.nudge()

@@ -29,7 +29,7 @@ class HostHeap:
     """Heap of this rank (`own`, uint8) and the addresses at which this rank sees the heaps of all ranks."""
 
     def __init__(self, maps: list[torch.Tensor], rank: int) -> None:
-        self._maps = maps  # unmapped with the last reference
+        self.views = maps  # unmapped with the last reference
         self.own = maps[rank]
         self.bases = [memory.data_ptr() for memory in maps]
 
@@ -42,6 +42,8 @@ class HostTransport:
 
     def __init__(self, device: torch.device, board: Board, peers: Peers, timeout_s: float) -> None:
         self._board, self._peers = board, peers
+        self.sparse = False  # the heap's pages are reserved by `commit`, not by `allocate`
+        self._heap_fd = -1  # of a sparse heap
         world, rank = board.world, board.rank
         with _descriptor(layout.control_bytes(world), world) as fd:
             maps = self._map(fd, layout.control_bytes(world), timeout_s)
@@ -92,7 +94,20 @@ class HostTransport:
 
     def allocate(self, nbytes: int) -> int:
         """Reserves the heap of this rank, zero-filled: a descriptor that `map` takes over."""
+        if self.sparse:
+            fd = os.memfd_create("torch_triton_dist", os.MFD_CLOEXEC)
+            os.ftruncate(fd, nbytes)
+            self._heap_fd = os.dup(fd)
+            return fd
         return _reserve(nbytes, self._board.world)
+
+    def commit(self, offset: int, nbytes: int) -> None:
+        """Reserves the pages of a part of a sparse heap: after it, an access cannot end in a SIGBUS.
+
+        Raises:
+            MemoryError: the machine does not have them.
+        """
+        _fill(self._heap_fd, offset, nbytes, self._board.world)
 
     def map(self, fd: int, nbytes: int, timeout_s: float) -> HostHeap:
         """Collective: maps the heaps of all ranks."""
@@ -140,6 +155,9 @@ class HostTransport:
 
     def close(self) -> None:
         """Memory goes with the last reference to it."""
+        if self._heap_fd >= 0:
+            os.close(self._heap_fd)
+            self._heap_fd = -1
 
 
 def _words(memory: torch.Tensor) -> ctypes.Array[ctypes.c_int64]:
@@ -156,7 +174,18 @@ def _descriptor(nbytes: int, ranks: int) -> Iterator[int]:
 
 
 def _reserve(nbytes: int, ranks: int) -> int:
-    """New anonymous shared memory with all its pages. `ranks` of the machine ask for as much at the same time.
+    """New anonymous shared memory with all its pages. `ranks` of the machine ask for as much at the same time."""
+    fd = os.memfd_create("torch_triton_dist", os.MFD_CLOEXEC)
+    try:
+        _fill(fd, 0, nbytes, ranks)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _fill(fd: int, offset: int, nbytes: int, ranks: int) -> None:
+    """Reserves pages of shared memory.
 
     The look at what is available comes first, because Linux hands out shared memory until it has to kill a process for it.
     """
@@ -164,20 +193,14 @@ def _reserve(nbytes: int, ranks: int) -> int:
     available = available_memory()
     if nbytes * ranks > available - _SPARE:
         raise MemoryError(f"{wanted}, {max(0, available):,} bytes are available")
-    fd = os.memfd_create("torch_triton_dist", os.MFD_CLOEXEC)
     try:
         for start in range(0, nbytes, _CHUNK):
             size = min(_CHUNK, nbytes - start)
             if start and size > available_memory() - _SPARE:
                 raise MemoryError(f"{wanted}; memory ran out after {start:,} bytes")
-            os.posix_fallocate(fd, start, size)
+            os.posix_fallocate(fd, offset + start, size)
     except OSError as error:
-        os.close(fd)
         raise MemoryError(f"{wanted}: {error.strerror}; {available_memory():,} bytes are available") from error
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
 
 
 def available_memory() -> int:

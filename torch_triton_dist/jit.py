@@ -54,7 +54,7 @@ class JITFunction(triton_jit.JITFunction):  # of the same name: Triton looks at 
         below the one that calls it. last: it is about to be compiled, and what is still unknown is for Triton to complain about."""
         if self._settled:
             return
-        edits = _Edits(self._original, self._plain_source())
+        edits = _Edits(self._original, self._src)
         if edits.unknown and not last:
             return
         self._settled = True
@@ -66,9 +66,6 @@ class JITFunction(triton_jit.JITFunction):  # of the same name: Triton looks at 
         self._unsafe_update_src(source)
         self.takes_context = True
         self._place = self.arg_names.index(_CTX)
-
-    def _plain_source(self) -> str:
-        return self._src
 
     def parse(self) -> ast.Module:
         self._settle()

@@ -72,6 +72,16 @@ def test_the_example(tmp_path, device):
     assert f"2 ranks on {'the CPU' if device == 'cpu' else 'one GPU each'}" in done.stderr
 
 
+def test_the_example_under_torchrun(tmp_path):
+    """Without the launcher: `initialize_distributed` finds what it needs in the variables of torchrun alone."""
+    script = tmp_path / "example.py"
+    script.write_text(EXAMPLE)
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    variables = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, env=variables, check=False)
+    assert done.stdout.splitlines() == ["[rank:0] got 1 of 2,", "[rank:1] got 0 of 2,"], done.stderr
+
+
 def test_the_program_of_the_docs(tmp_path):
     text = (Path(__file__).parents[2] / "docs" / "language.md").read_text(encoding="utf-8")
     program = next(

@@ -2,7 +2,7 @@
 
 `from torch_triton_dist import language as dl`, next to `triton.language as tl`. Every function takes the *context* of the group (the
 int64 table of `torch_triton_dist.runtime.layout`) as `ctx`; the kernel receives it as an argument, so that one compiled kernel serves
-every rank and every group.
+every rank and every group. Under `torch_triton_dist.jit` nobody writes `ctx`: the host supplies it.
 
 | call | meaning |
 |---|---|

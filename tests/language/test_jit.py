@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import textwrap
@@ -13,7 +14,7 @@ import triton.language as tl
 
 import torch_triton_dist as ttd
 from tests.kernels.compile_helper import TARGETS
-from tests.language.compile_helper import causes
+from tests.language.compile_helper import AMD, NVIDIA, causes
 from tests.language.worlds import TWO, TWO_AND_FOUR, on, shmem_world, zeros
 from torch_triton_dist import language as dl
 from torch_triton_dist import utils
@@ -257,18 +258,20 @@ def every_function(DATA, SIGNAL, OUT):
     tl.store(OUT, tl.load(dl.consume_token(DATA, token)))
 
 
-def asm_of(context: str, **options):
+def asm_of(context: str, target: str = "sm_90", **options):
     names = ["DATA", "SIGNAL", "OUT"]
     signature = dict(zip(names, ["*i32", "*i64", "*i32"], strict=True)) | {"ctx": context}
     constants = {"ctx": None} if context == "constexpr" else {}
     every_function.parse()
     source = triton.compiler.ASTSource(fn=every_function, signature=signature, constexprs=constants)
-    return triton.compile(source, target=TARGETS["sm_90"], options=options).asm
+    return triton.compile(source, target=TARGETS[target], options=options).asm
 
 
-def test_p2p_links_no_library():
-    asm = asm_of("*i64")
-    assert "nvshmem" not in asm["ptx"] and "st.global" in asm["ptx"]
+@pytest.mark.parametrize("target", NVIDIA + AMD)
+def test_p2p_links_no_library(target):
+    asm = asm_of("*i64", target)
+    text = asm["ptx" if target in NVIDIA else "amdgcn"]
+    assert "shmem_" not in text and re.search(r"st\.global|global_store", text)
 
 
 def test_without_a_context_everything_goes_to_nvshmem():

@@ -7,6 +7,8 @@ STAMP  := $(VENV)/.installed
 TORCH  ?= torch==2.13.0
 TRITON ?= triton==3.7.1
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+# Where packages lie: $(PYTHON) may be of a virtual environment itself, whose packages --system-site-packages leaves out.
+SITE   := import sysconfig; print(sysconfig.get_path("purelib"))
 HAS_GPU := $(shell if nvidia-smi -L 2>/dev/null | grep -q GPU || [ -e /dev/kfd ]; then echo 1; fi)
 
 # Versions of Triton that the CPU backend is tested with, each in an environment of its own.
@@ -36,6 +38,7 @@ $(STAMP): pyproject.toml Makefile
 ifdef HAS_GPU
 	@if $(PYTHON) -c 'import sys, torch; v = torch.__version__.split("."); sys.exit((int(v[0]), int(v[1])) < (2, 11))' 2>/dev/null; \
 	then echo "[1/3] $(VENV) with the torch of $(PYTHON)"; $(PYTHON) -m venv --system-site-packages $(VENV); \
+	$(PYTHON) -c '$(SITE)' > "$$($(BIN)/python -c '$(SITE)')/parent.pth"; \
 	else echo "[1/3] $(VENV)"; $(PYTHON) -m venv $(VENV); fi
 	@echo "[2/3] torch and triton"
 	@$(PIP) "torch>=2.11,<2.16" "triton>=3.6,<4"

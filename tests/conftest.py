@@ -41,3 +41,9 @@ def gpu_ranks2() -> Iterator[RankPool]:
 def gpu_ranks4() -> Iterator[RankPool]:
     """Four ranks with one GPU each."""
     yield from _gpu_ranks(4)
+
+
+@pytest.fixture(scope="session")
+def gpu_ranks8() -> Iterator[RankPool]:
+    """Eight ranks with one GPU each."""
+    yield from _gpu_ranks(8)

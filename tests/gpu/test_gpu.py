@@ -15,7 +15,7 @@ from tests.ranks import rank_device, run_ranks
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 
-@pytest.fixture(params=[2, 4])
+@pytest.fixture(params=[2, 4, 8])
 def gpu_ranks(request):
     return request.getfixturevalue(f"gpu_ranks{request.param}")
 

@@ -385,7 +385,7 @@ def test_iriw(pool, order):
     assert pool.run(run_iriw, order, timeout=120) == [0] * pool.world
 
 
-@on(ON_GPU)
+@on(ON_GPU[1:])  # on two H200, where a writer shares its GPU with a reader, the outcome did not appear in a million races
 def test_iriw_needs_the_fence(pool):
     assert seen(pool, run_iriw, "relaxed") > 0
 

@@ -95,9 +95,9 @@ _compilers: ThreadPoolExecutor | None = None
 def compile_early(name: str, source: str) -> None:
     """Starts to compile a Triton kernel of the module that Inductor is generating, on a thread of this process.
 
-    Inductor's own way is a pool of processes, and while that is starting, as in the first compilation of a process, one kernel after the
-    other when the module is loaded. Triton's passes, LLVM and ptxas run without the interpreter's lock, so threads take them off the way.
-    When the module is loaded, Inductor finds the kernel where its pool leaves those that it has begun early."""
+    Inductor does the same with a pool of processes, once that has started. Before, as in the first compilation of a process, it compiles
+    one kernel after the other when the module is loaded; threads can do part of the work earlier. When the module is loaded, Inductor finds
+    the kernel where its pool leaves those that it has begun."""
     global _compilers
     from torch._guards import CompileContext
     from torch._inductor import async_compile
@@ -106,7 +106,7 @@ def compile_early(name: str, source: str) -> None:
     from torch._inductor.virtualized import V
 
     threads = async_compile.get_compile_threads()
-    if threads <= 1:
+    if threads <= 1 or async_compile.AsyncCompile.use_process_pool():
         return
     lines = IndentedBuffer()
     lines.splice(source, strip=True)

@@ -9,6 +9,7 @@ from .emit import FunctionEmitter, Index, Value, handles, label, llvm_type
 from .emit_memory import leave_if
 from .ttir import Op, Type, walk
 
+_HOISTED = frozenset(["arith.muli", "arith.addi", "arith.subi", "arith.shli", "arith.extsi", "arith.constant"])
 _MEMORY_READS = frozenset(["tt.load", "tt.atomic_rmw", "tt.atomic_cas"])
 
 
@@ -52,8 +53,22 @@ def _pointer_step(e: FunctionEmitter, op: Op, position: int) -> tuple[str, str |
     if step in e.env and e.env[step].scalar is not None:
         return "outer", e.env[step].lane
     if step in defs and defs[step].name == "tt.splat":
-        return "inner", defs[step].operands[0]
+        amount = defs[step].operands[0]
+        if _invariant(e, amount, defs):
+            return "outer", e.env[amount].lane
+        return "inner", amount
     return None
+
+
+def _invariant(e: FunctionEmitter, name: str, defs: dict[str, Op]) -> bool:
+    """Compute a scalar of a loop's body in front of the loop, if it is the same in every iteration. Returns whether it is."""
+    if name in e.env:
+        return e.env[name].scalar is not None
+    op = defs.get(name)
+    if op is None or op.name not in _HOISTED or not all(_invariant(e, operand, defs) for operand in op.operands):
+        return False
+    e.emit_op(op)
+    return True
 
 
 def _advancing(e: FunctionEmitter, kind: Type, initial: Value, offset: Lane) -> Value:

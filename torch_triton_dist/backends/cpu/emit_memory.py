@@ -26,7 +26,9 @@ def load(e: FunctionEmitter, op: Op) -> None:
     def value(index: Index) -> Lane:
         pointer, mask, other = [*(e.element(operand, index) for operand in operands), None, None][:3]
         assert pointer is not None
-        if operands[0].advance is not None:
+        if op.results[0] in e.facts.fed:
+            pass  # the dot looks ahead
+        elif operands[0].advance is not None:
             e.b.prefetch(pointer, operands[0].advance)
         elif len(kind.dims) == 1:  # programs that follow each other mostly read memory that does
             e.b.prefetch(pointer, constant("i64", kind.numel * BITS[ty] // 8))
@@ -40,6 +42,10 @@ def load(e: FunctionEmitter, op: Op) -> None:
         at = lambda index: e.element(rows, index.of(flipped.dims, index.items[::-1]))  # noqa: E731
         result = Value(kind, at=at, deps=[(name, False) for name, _ in rows.deps], cheap=True)
         result.transposed = rows
+        e.bind(op, result)
+    elif op.results[0] in e.facts.fed:
+        result = Value(kind, at=value)
+        result.pointer = operands[0]
         e.bind(op, result)
     else:
         e.bind(op, e.compute(kind, value, pointer=operands[0]))

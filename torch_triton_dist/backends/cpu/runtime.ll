@@ -14,6 +14,7 @@
 @left = internal global [64 x i8] zeroinitializer, align 64   ; pthread_cond_t: a helper has left its job
 @jobs = internal global ptr null
 @workers = internal global i64 0
+@spare = internal global ptr null          ; scratch memory of the last launch: its size, then (64 bytes on) the memory itself
 @threads = internal global ptr null        ; Python callable: number of threads
 @data_ptr = internal global ptr null       ; the Python string "data_ptr"
 @none = internal global ptr null
@@ -512,7 +513,19 @@ sized:
   %j6 = getelementptr %Job, ptr %job, i32 0, i32 6
   store i64 %wanted, ptr %j6
   %state = call ptr @PyEval_SaveThread()
-  %arena = call ptr @scratch(ptr %slot, i64 %arena_bytes)
+  %kept = atomicrmw xchg ptr @spare, ptr null acquire   ; fresh memory would have to be mapped page by page
+  %any_kept = icmp ne ptr %kept, null
+  br i1 %any_kept, label %reuse, label %get
+reuse:
+  %kept_size = load i64, ptr %kept
+  store ptr %kept, ptr %slot
+  %pslot_size = getelementptr i8, ptr %slot, i64 8
+  store i64 %kept_size, ptr %pslot_size
+  br label %get
+get:
+  %need = add i64 %arena_bytes, 64
+  %block = call ptr @scratch(ptr %slot, i64 %need)
+  %arena = getelementptr i8, ptr %block, i64 64
   br i1 %shared, label %together, label %alone
 together:
   call void @share(ptr %job, ptr %arena)
@@ -521,7 +534,11 @@ alone:
   call void @run(ptr %job, ptr %arena)
   br label %finished
 finished:
-  call void @free(ptr %arena)
+  %pblock_size = getelementptr i8, ptr %slot, i64 8
+  %block_size = load i64, ptr %pblock_size
+  store i64 %block_size, ptr %block
+  %replaced = atomicrmw xchg ptr @spare, ptr %block acq_rel   ; another thread's launch may have left its own
+  call void @free(ptr %replaced)
   call void @PyEval_RestoreThread(ptr %state)
   %j8 = getelementptr %Job, ptr %job, i32 0, i32 8
   %message = load atomic ptr, ptr %j8 acquire, align 8

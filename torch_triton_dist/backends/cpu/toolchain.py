@@ -33,10 +33,25 @@ def backend_key() -> str:
 
 @functools.cache
 def _llvm() -> Any:
-    from triton._C.libtriton import llvm
+    """Triton's LLVM, with the host's processor among its targets. Raises RuntimeError if the wheel was built without it."""
+    from triton._C import libtriton
 
-    llvm.init_targets()
+    llvm = libtriton.llvm
+    llvm.init_targets()  # those of GPUs only, from Triton 3.9 on; the host's is there all the same, and its functions are exported
+    library = ctypes.CDLL(libtriton.__file__)
+    family = "AArch64" if host().triple.startswith("aarch64") else "X86"
+    for part in ("TargetInfo", "Target", "TargetMC", "AsmPrinter", "AsmParser"):
+        initialise = getattr(library, f"LLVMInitialize{family}{part}", None)
+        if initialise is not None:
+            initialise()
     return llvm
+
+
+def _generate(source: str, target: Target, fuse: bool, binary: bool) -> Any:
+    """Assembly or an object file of LLVM IR."""
+    translate = _llvm().translate_to_asm
+    more = [False] if "canonicalize_gep" in (translate.__doc__ or "") else []  # Triton 3.9 asks for one more argument
+    return translate(source, target.triple, target.cpu, target.features, [], fuse, binary, *more)
 
 
 @contextlib.contextmanager
@@ -108,7 +123,7 @@ def complete(source: str, finished: dict[str, str]) -> str:
 
 def assemble(source: str, target: Target, fuse: bool = True) -> str:
     """Assembly of optimised LLVM IR, with a checksum in its last line. ``fuse``: multiplications and additions may become fused ones."""
-    text = _llvm().translate_to_asm(source, target.triple, target.cpu, target.features, [], fuse, False)
+    text = _generate(source, target, fuse, False)
     return f"{text.rstrip()}\n{_CHECKSUM}{hashlib.sha256(text.rstrip().encode()).hexdigest()}\n"
 
 
@@ -124,7 +139,7 @@ def build(assembly: str, target: Target) -> bytes:
 
     lines = "\n".join(f'module asm "{_escape(line)}"' for line in assembly.splitlines())
     source = f'target triple = "{target.triple}"\n{lines}\n'
-    binary = _llvm().translate_to_asm(source, target.triple, target.cpu, target.features, [], False, True)
+    binary = _generate(source, target, False, True)
     with _scratch(".o", bytes(binary)) as path, _scratch(".so") as result:
         amd.link_hsaco(path, result)  # lld, which goes by the object's machine
         return Path(result).read_bytes()

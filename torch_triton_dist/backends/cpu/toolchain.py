@@ -54,14 +54,29 @@ def _generate(source: str, target: Target, fuse: bool, binary: bool) -> Any:
     return translate(source, target.triple, target.cpu, target.features, [], fuse, binary, *more)
 
 
+def _folders() -> list[str]:
+    """Where temporary files go: a file system in memory if there is one, else (or when it is full) the usual place."""
+    return [*(["/dev/shm"] if os.access("/dev/shm", os.W_OK) else []), tempfile.gettempdir()]
+
+
 @contextlib.contextmanager
-def _scratch(suffix: str, data: bytes | None = None) -> Iterator[str]:
-    """Path of a temporary file, on a file system in memory where there is one."""
-    folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    handle, path = tempfile.mkstemp(prefix="ttd_cpu_", suffix=suffix, dir=folder)
+def _scratch(suffix: str, data: bytes = b"") -> Iterator[str]:
+    """Path of a temporary file. Raises OSError if none can be written."""
+    for folder in _folders():
+        path = None
+        try:
+            handle, path = tempfile.mkstemp(prefix="ttd_cpu_", suffix=suffix, dir=folder)
+            with os.fdopen(handle, "wb") as file:
+                file.write(data)
+            break
+        except OSError as problem:
+            error, where = problem, folder
+            if path is not None:
+                os.unlink(path)
+    else:
+        what = f"Triton backend cpu: cannot write a temporary file of {len(data)} bytes in {where}: {error.strerror}"
+        raise OSError(error.errno, f"{what}; make room, or set TMPDIR to another folder") from error
     try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data or b"")
         yield path
     finally:
         with contextlib.suppress(FileNotFoundError):

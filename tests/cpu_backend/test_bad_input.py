@@ -148,5 +148,5 @@ def test_hooks_of_proton():
 def test_sessions_of_proton_need_a_gpu(tmp_path):
     """Its library measures with CUPTI or ROCm; it says so."""
     proton = pytest.importorskip("triton.profiler")
-    with pytest.raises(ValueError, match="No (backend|profiler)"):
+    with pytest.raises(ValueError, match=r"No (backend|profiler)"):
         proton.start(str(tmp_path / "profile"), hook="triton")

@@ -92,12 +92,12 @@ def _kernel(module: ModuleEmitter, cut: Blocking) -> str:
             "columns:",  # columns outside, rows inside: a panel of b stays in the first-level cache while a passes by
             "  %j = phi i64 [ 0, %entry ], [ %jn, %rowsdone ]",
             "  %panel = phi ptr [ %b, %entry ], [ %nextpanel, %rowsdone ]",
-            f"  %number = phi i64 [ 0, %entry ], [ %numbered.{len(parts) - 1}, %rowsdone ]",
-            "  br label %tile0",
+            "  %number = phi i64 [ 0, %entry ], [ %numbered.0, %rowsdone ]",
+            "  br label %tile.0",
         ]
         for number, (rows, first, last) in enumerate(parts):
-            before = "columns" if number == 0 else f"end{number - 1}"
-            after = "rowsdone" if number + 1 == len(parts) else f"tile{number + 1}"
+            before = "columns" if number == 0 else f"end.{number - 1}"
+            after = "rowsdone" if number + 1 == len(parts) else f"tile.{number + 1}"
             lines += _tile(module, cut, str(number), rows, first, last, before, after)
         lines += [
             "rowsdone:",
@@ -117,83 +117,78 @@ def _kernel(module: ModuleEmitter, cut: Blocking) -> str:
 def _tile(module: ModuleEmitter, cut: Blocking, tag: str, rows: int, first: int, last: int, before: str, after: str) -> list[str]:
     """Rows ``first`` to ``last`` of c, ``rows`` at a time. A tile of c stays in registers over the whole of k. It starts from zero and
     is added to c at the end: a chain of k additions for each block, not one over the whole depth of the matmul, whose rounding
-    would grow."""
+    would grow. A ~ ends the names of this part."""
     ty, size, lanes, n, k = cut.ty, cut.size, cut.lanes, cut.n, cut.k
     vector = f"<{lanes} x {ty}>"
     tile = [(i, j) for i in range(rows) for j in range(cut.columns)]
-    unroll = _UNROLL if k % _UNROLL == 0 and first == 0 else 1
+    main = first == 0  # the rest does without prefetching
+    unroll = _UNROLL if k % _UNROLL == 0 and main else 1
     fetch: list[str] = []
-    ahead, started, every = _ahead(cut, unroll) if any(cut.ahead) else ([], [], 1)
-    for i in range(rows):
+    ahead, started, every = _ahead(cut, unroll) if main and any(cut.ahead) else ([], [], 1)
+    for i in range(rows if main else 0):
         for line in range(0, cut.width * size, 64):
-            fetch.append(f"  %f{i}_{line} = getelementptr i8, ptr %ctile, i64 {i * n * size + line}")
-            fetch.append(f"  call void @llvm.prefetch.p0(ptr %f{i}_{line}, i32 1, i32 3, i32 1)")
+            fetch.append(f"  %f{i}_{line}~ = getelementptr i8, ptr %ctile~, i64 {i * n * size + line}")
+            fetch.append(f"  call void @llvm.prefetch.p0(ptr %f{i}_{line}~, i32 1, i32 3, i32 1)")
     body: list[str] = []
-    accumulators = {(i, j): f"%c{i}_{j}" for i, j in tile}
+    accumulators = {(i, j): f"%c{i}_{j}~" for i, j in tile}
     for u in range(unroll):
         body += [line.replace("$", str(u)) for line in ahead if u % every == 0]
         for j in range(cut.columns):
-            body.append(f"  %bp{u}_{j} = getelementptr i8, ptr %brow, i64 {(u * cut.stride + j * lanes) * size}")
-            body.append(f"  %b{u}_{j} = load {vector}, ptr %bp{u}_{j}, align {size}")
+            body.append(f"  %bp{u}_{j}~ = getelementptr i8, ptr %brow~, i64 {(u * cut.stride + j * lanes) * size}")
+            body.append(f"  %b{u}_{j}~ = load {vector}, ptr %bp{u}_{j}~, align {size}")
         for i in range(rows):
-            body.append(f"  %ap{u}_{i} = getelementptr i8, ptr %acol, i64 {(i * k + u) * size}")
-            body.append(f"  %a{u}_{i} = load {ty}, ptr %ap{u}_{i}, align {size}")
-            body.append(f"  %s{u}_{i} = insertelement {vector} poison, {ty} %a{u}_{i}, i64 0")
-            body.append(f"  %x{u}_{i} = shufflevector {vector} %s{u}_{i}, {vector} poison, <{lanes} x i32> zeroinitializer")
+            body.append(f"  %ap{u}_{i}~ = getelementptr i8, ptr %acol~, i64 {(i * k + u) * size}")
+            body.append(f"  %a{u}_{i}~ = load {ty}, ptr %ap{u}_{i}~, align {size}")
+            body.append(f"  %s{u}_{i}~ = insertelement {vector} poison, {ty} %a{u}_{i}~, i64 0")
+            body.append(f"  %x{u}_{i}~ = shufflevector {vector} %s{u}_{i}~, {vector} poison, <{lanes} x i32> zeroinitializer")
             for j in range(cut.columns):
-                result = f"%n{u}_{i}_{j}"
+                result = f"%n{u}_{i}_{j}~"
                 if ty == "i32":
-                    body.append(f"  %m{u}_{i}_{j} = mul {vector} %x{u}_{i}, %b{u}_{j}")
-                    body.append(f"  {result} = add {vector} {accumulators[i, j]}, %m{u}_{i}_{j}")
+                    body.append(f"  %m{u}_{i}_{j}~ = mul {vector} %x{u}_{i}~, %b{u}_{j}~")
+                    body.append(f"  {result} = add {vector} {accumulators[i, j]}, %m{u}_{i}_{j}~")
                 else:
                     fma = f"@llvm.fma.v{lanes}{'f32' if ty == 'float' else 'f64'}"
-                    args = f"{vector} %x{u}_{i}, {vector} %b{u}_{j}, {vector} {accumulators[i, j]}"
+                    args = f"{vector} %x{u}_{i}~, {vector} %b{u}_{j}~, {vector} {accumulators[i, j]}"
                     body.append(f"  {result} = call {vector} {fma}({args})")
                 accumulators[i, j] = result
     ends = []
     add = "add" if ty == "i32" else "fadd"
     for i, j in tile:
-        ends.append(f"  %cp{i}_{j} = getelementptr i8, ptr %ctile, i64 {(i * n + j * lanes) * size}")
-        ends.append(f"  %o{i}_{j} = load {vector}, ptr %cp{i}_{j}, align {size}")
-        ends.append(f"  %r{i}_{j} = {add} {vector} %o{i}_{j}, {accumulators[i, j]}")
-        ends.append(f"  store {vector} %r{i}_{j}, ptr %cp{i}_{j}, align {size}")
+        ends.append(f"  %cp{i}_{j}~ = getelementptr i8, ptr %ctile~, i64 {(i * n + j * lanes) * size}")
+        ends.append(f"  %o{i}_{j}~ = load {vector}, ptr %cp{i}_{j}~, align {size}")
+        ends.append(f"  %r{i}_{j}~ = {add} {vector} %o{i}_{j}~, {accumulators[i, j]}")
+        ends.append(f"  store {vector} %r{i}_{j}~, ptr %cp{i}_{j}~, align {size}")
     lines = [
-        "tile:",
-        f"  %i = phi i64 [ {first}, %before ], [ %in, %end ]",
-        "  %number = phi i64 [ %number, %before ], [ %numbered, %end ]",
-        f"  %ai = mul i64 %i, {k}",
-        f"  %arow = getelementptr {ty}, ptr %a, i64 %ai",
-        f"  %ci = mul i64 %i, {n}",
-        "  %cij = add i64 %ci, %j",
-        f"  %ctile = getelementptr {ty}, ptr %c, i64 %cij",
+        "tile~:",
+        f"  %i~ = phi i64 [ {first}, %before ], [ %in~, %end~ ]",
+        *(["  %number~ = phi i64 [ %number~, %before ], [ %numbered~, %end~ ]"] if main else []),
+        f"  %ai~ = mul i64 %i~, {k}",
+        f"  %arow~ = getelementptr {ty}, ptr %a, i64 %ai~",
+        f"  %ci~ = mul i64 %i~, {n}",
+        "  %cij~ = add i64 %ci~, %j",
+        f"  %ctile~ = getelementptr {ty}, ptr %c, i64 %cij~",
         *fetch,
         *started,
-        "  br label %inner",
-        "inner:",
-        "  %k = phi i64 [ 0, %tile ], [ %kn, %inner ]",
-        *(f"  %c{i}_{j} = phi {vector} [ zeroinitializer, %tile ], [ {accumulators[i, j]}, %inner ]" for i, j in tile),
-        f"  %bk = mul i64 %k, {cut.stride}",
-        f"  %brow = getelementptr {ty}, ptr %panel, i64 %bk",
-        f"  %acol = getelementptr {ty}, ptr %arow, i64 %k",
+        "  br label %inner~",
+        "inner~:",
+        "  %k~ = phi i64 [ 0, %tile~ ], [ %kn~, %inner~ ]",
+        *(f"  %c{i}_{j}~ = phi {vector} [ zeroinitializer, %tile~ ], [ {accumulators[i, j]}, %inner~ ]" for i, j in tile),
+        f"  %bk~ = mul i64 %k~, {cut.stride}",
+        f"  %brow~ = getelementptr {ty}, ptr %panel, i64 %bk~",
+        f"  %acol~ = getelementptr {ty}, ptr %arow~, i64 %k~",
         *body,
-        f"  %kn = add nuw nsw i64 %k, {unroll}",
-        f"  %kc = icmp slt i64 %kn, {k}",
-        "  br i1 %kc, label %inner, label %end",
-        "end:",
+        f"  %kn~ = add nuw nsw i64 %k~, {unroll}",
+        f"  %kc~ = icmp slt i64 %kn~, {k}",
+        "  br i1 %kc~, label %inner~, label %end~",
+        "end~:",
         *ends,
-        "  %numbered = add nuw nsw i64 %number, 1",
-        f"  %in = add nuw nsw i64 %i, {rows}",
-        f"  %ic = icmp slt i64 %in, {last}",
-        "  br i1 %ic, label %tile, label %after",
+        *(["  %numbered~ = add nuw nsw i64 %number~, 1"] if main else []),
+        f"  %in~ = add nuw nsw i64 %i~, {rows}",
+        f"  %ic~ = icmp slt i64 %in~, {last}",
+        "  br i1 %ic~, label %tile~, label %after",
     ]
-    shared = ("a", "b", "c", "j", "panel", "next_a", "next_b", "step_a", "step_b")
-    own = re.compile(r"%(?!(?:" + "|".join(shared) + r")\b)(\w+)")
-    text = own.sub(rf"%\1.{tag}", "\n".join(lines)).replace(f"%before.{tag}", f"%{before}").replace(f"%after.{tag}", f"%{after}")
-    outer = "%number" if first == 0 else f"%numbered.{int(tag) - 1}"
-    text = text.replace(f"[ %number.{tag}, %{before} ]", f"[ {outer}, %{before} ]")
-    for block in ("tile", "inner", "end"):
-        text = re.sub(rf"%{block}\.{tag}\b", f"%{block}{tag}", text)
-        text = re.sub(rf"^{block}:", f"{block}{tag}:", text, flags=re.M)
+    text = "\n".join(lines).replace("%before", f"%{before}").replace("%after", f"%{after}")
+    text = text.replace(f"[ %number~, %{before} ]", f"[ %number, %{before} ]").replace("~", f".{tag}")
     return text.splitlines()
 
 
@@ -202,35 +197,35 @@ def _ahead(cut: Blocking, unroll: int) -> tuple[list[str], list[str], int]:
     due again: as evenly spread over the product as that goes, because the processor can wait for few lines at a time. Even tiles
     fetch lines of a, odd ones of b, below each other."""
     lines = cut.m * cut.ahead[0] + cut.k * cut.ahead[1]
-    steps = cut.n // cut.width * -(-cut.m // cut.rows) * cut.k
-    every = max(min(unroll, 1 << (steps // lines).bit_length() - 1), 1)
+    steps = cut.n // cut.width * (cut.m // cut.rows) * cut.k
+    every = min(unroll, 1 << max(steps // lines, 1).bit_length() - 1)
     height = cut.k // every  # rows that a tile gets through
     a_chunks, b_chunks = max(cut.m // height, 1), every
     start = [
-        "  %turn = lshr i64 %number, 1",
-        "  %odd = trunc i64 %number to i1",
-        f"  %shift = select i1 %odd, i64 {b_chunks.bit_length() - 1}, i64 {a_chunks.bit_length() - 1}",
-        f"  %all = select i1 %odd, i64 {cut.ahead[1]}, i64 {cut.ahead[0]}",
-        "  %base = select i1 %odd, ptr %next_b, ptr %next_a",
-        "  %stride = select i1 %odd, i64 %step_b, i64 %step_a",
-        "  %column = lshr i64 %turn, %shift",
-        "  %whole = shl i64 %column, %shift",
-        "  %chunk = sub i64 %turn, %whole",
-        f"  %row = mul i64 %chunk, {height}",
-        "  %down = mul i64 %row, %stride",
-        "  %right = shl i64 %column, 6",
-        "  %off = add i64 %down, %right",
-        "  %valid = icmp ult i64 %column, %all",
-        "  %from0 = getelementptr i8, ptr %base, i64 %off",
-        "  %from = select i1 %valid, ptr %from0, ptr %ctile",  # nothing is left: something that is in the cache
-        f"  %small = ashr i64 %stride, {every.bit_length() - 1}",
-        "  %step = select i1 %valid, i64 %small, i64 0",
+        "  %turn~ = lshr i64 %number~, 1",
+        "  %odd~ = trunc i64 %number~ to i1",
+        f"  %shift~ = select i1 %odd~, i64 {b_chunks.bit_length() - 1}, i64 {a_chunks.bit_length() - 1}",
+        f"  %all~ = select i1 %odd~, i64 {cut.ahead[1]}, i64 {cut.ahead[0]}",
+        "  %base~ = select i1 %odd~, ptr %next_b, ptr %next_a",
+        "  %stride~ = select i1 %odd~, i64 %step_b, i64 %step_a",
+        "  %column~ = lshr i64 %turn~, %shift~",
+        "  %whole~ = shl i64 %column~, %shift~",
+        "  %chunk~ = sub i64 %turn~, %whole~",
+        f"  %row~ = mul i64 %chunk~, {height}",
+        "  %down~ = mul i64 %row~, %stride~",
+        "  %right~ = shl i64 %column~, 6",
+        "  %off~ = add i64 %down~, %right~",
+        "  %valid~ = icmp ult i64 %column~, %all~",
+        "  %from0~ = getelementptr i8, ptr %base~, i64 %off~",
+        "  %from~ = select i1 %valid~, ptr %from0~, ptr %ctile~",  # nothing is left: something that is in the cache
+        f"  %small~ = ashr i64 %stride~, {every.bit_length() - 1}",
+        "  %step~ = select i1 %valid~, i64 %small~, i64 0",
     ]
     each = [
-        "  %kk$ = add nuw nsw i64 %k, $",
-        "  %way$ = mul i64 %kk$, %step",
-        "  %line$ = getelementptr i8, ptr %from, i64 %way$",
-        "  call void @llvm.prefetch.p0(ptr %line$, i32 0, i32 2, i32 1)",
+        "  %kk$~ = add nuw nsw i64 %k~, $",
+        "  %way$~ = mul i64 %kk$~, %step~",
+        "  %line$~ = getelementptr i8, ptr %from~, i64 %way$~",
+        "  call void @llvm.prefetch.p0(ptr %line$~, i32 0, i32 2, i32 1)",
     ]
     return each, start, every
 

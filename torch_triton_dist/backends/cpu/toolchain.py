@@ -103,19 +103,25 @@ def _wrapper(triple: str, exports: dict[str, str], attributes: str) -> str:
     return "\n".join([*lines, "}"]) + "\n"
 
 
-def optimise(source: str, exports: dict[str, str], target: Target) -> str:
-    """Optimised LLVM IR. ``exports`` maps the functions of the text that the result is to export to their signatures (result and
-    parameters, such as ``ptr ptr i64``). Raises RuntimeError if the text is not valid."""
+@functools.cache
+def _wrapper_module(triple: str, exports: tuple[tuple[str, str], ...], attributes: str) -> tuple[Any, Any]:
+    """The module of :func:`_wrapper`, and the context it lives in."""
     from triton._C.libtriton import ir, nvidia
 
-    llvm = _llvm()
     context = ir.context()
     ir.load_dialects(context)
     nvidia.load_dialects(context)  # for the llvm dialect
-    passthrough = ", ".join(f"[{pair.replace('=', ', ')}]" for pair in target.attributes.split())
-    attributes = f" attributes {{passthrough = [{passthrough}]}}" if passthrough else ""
-    with _scratch(".mlir", _wrapper(target.triple, exports, attributes).encode()) as path:
-        wrapper = ir.parse_mlir_module(path, context)
+    passthrough = ", ".join(f"[{pair.replace('=', ', ')}]" for pair in attributes.split())
+    text = _wrapper(triple, dict(exports), f" attributes {{passthrough = [{passthrough}]}}" if passthrough else "")
+    with _scratch(".mlir", text.encode()) as path:
+        return ir.parse_mlir_module(path, context), context
+
+
+def optimise(source: str, exports: dict[str, str], target: Target) -> str:
+    """Optimised LLVM IR. ``exports`` maps the functions of the text that the result is to export to their signatures (result and
+    parameters, such as ``ptr ptr i64``). Raises RuntimeError if the text is not valid."""
+    llvm = _llvm()
+    wrapper, _ = _wrapper_module(target.triple, tuple(exports.items()), target.attributes)
     module = llvm.to_module(wrapper, llvm.context())
     source = re.sub(rf"@({'|'.join(exports)})\b", r"@\1_impl", source)
     llvm.attach_datalayout(module, target.triple, target.cpu, target.features)

@@ -154,6 +154,16 @@ class Stream:
 
 
 @dataclass
+class Loop:
+    """A structured loop: the names of its induction variable and of what it carries, its step, and what its body defines."""
+
+    induction: str
+    carried: frozenset[str]
+    step: Lane
+    defs: dict[str, Op]
+
+
+@dataclass
 class Kernel:
     """An emitted module: ``param_types`` are the kernel's parameters, ``ptr`` or a scalar element type each; ``finished``: functions
     that ``source`` declares and that need no optimiser; ``arena``: bytes of scratch memory that a program needs; ``libraries``: shared
@@ -201,6 +211,7 @@ class FunctionEmitter:
         self.assumed: frozenset[str] = frozenset()  # those for which the flag holds where we are
         self.probed: set[str] | None = None
         self.streams: dict[int, list[Stream]] = {}  # by the line of the store
+        self.loop: Loop | None = None  # the innermost one that we are in
         self.hoist = len(function.body.blocks) > 1
         self.lanes = module.target.lanes
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from .builder import Lane, constant
-from .emit import FunctionEmitter, Index, Value, handles, label, llvm_type
+from .emit import FunctionEmitter, Index, Loop, Value, handles, label, llvm_type
 from .emit_memory import leave_if
 from .ttir import Op, Type, walk
 
@@ -127,10 +127,13 @@ def for_(e: FunctionEmitter, op: Op) -> None:
 
     with e.nested():
         e.env[induction_name] = Value(induction_type, induction)
+        defs = {name: inner for inner in region.ops for name in inner.results}
+        outer, e.loop = e.loop, Loop(induction_name, frozenset(op.iter_args), step, defs)
         for position, variable in carried.items():
             e.env[op.iter_args[position]] = e.current(variable, owner=e.scope)
         bind_offsets(op.iter_args)
         terminator = e.region(region)
+        e.loop = outer
         yields = terminator.operands if terminator else []
         e.assign_all(list(carried.values()), [e.env[yields[position]] for position in carried])
         for slot, (where, amount) in offsets.values():

@@ -94,6 +94,8 @@ def test_no_compiler_is_needed(tmp_path):
             raise AssertionError(f"a program is started: {args}")
         subprocess.Popen.__init__ = refuse
         os.posix_spawn = os.execve = os.system = refuse
+        from torch_triton_dist.backends.cpu import ensure_registered
+        assert ensure_registered()
         from tests.cpu_backend.test_backend import _add
         x, out = torch.randn(100), torch.empty(100)
         _add[(2,)](x, x, out, 100, BLOCK=64)
@@ -225,11 +227,12 @@ def _best(function, repeats: int) -> float:
     return min(times)
 
 
+@pytest.mark.parametrize("blocks", [(32, 32, 16), (16, 64, 64), (128, 64, 32), (32, 128, 128)])
 @pytest.mark.parametrize("m, n, k", [(100, 70, 50), (128, 128, 64)])
-def test_tutorial_matmul_with_odd_shapes(m, n, k):
+def test_tutorial_matmul_with_odd_shapes(m, n, k, blocks):
     a, b, c = torch.randn(m, k), torch.randn(n, k).T, torch.empty(m, n)
-    grid = (triton.cdiv(m, 32) * triton.cdiv(n, 32),)
-    _matmul[grid](a, b, c, m, n, k, *a.stride(), *b.stride(), *c.stride(), 32, 32, 16)
+    grid = (triton.cdiv(m, blocks[0]) * triton.cdiv(n, blocks[1]),)
+    _matmul[grid](a, b, c, m, n, k, *a.stride(), *b.stride(), *c.stride(), *blocks)
     torch.testing.assert_close(c.double(), a.double() @ b.double(), rtol=1e-5, atol=1e-4)
 
 

@@ -85,7 +85,10 @@ def _dot(a_ptr, b_ptr, c_ptr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8])
-@pytest.mark.parametrize("m, n, k, steps", [(16, 16, 16, 1), (64, 32, 16, 3), (4, 64, 32, 2), (1, 16, 16, 2), (32, 8, 64, 1)])
+@pytest.mark.parametrize(
+    "m, n, k, steps",
+    [(16, 16, 16, 1), (64, 32, 16, 3), (4, 64, 32, 2), (1, 16, 16, 2), (32, 8, 64, 1), (32, 64, 16, 3), (128, 128, 8, 2), (64, 128, 1, 2)],
+)
 def test_dot(m, n, k, steps, dtype):
     if dtype == torch.int8:
         a, b = torch.randint(-128, 127, (m, k * steps), dtype=dtype), torch.randint(-128, 127, (k * steps, n), dtype=dtype)
@@ -132,10 +135,31 @@ def _batched_dot(a_ptr, b_ptr, c_ptr, B: tl.constexpr, S: tl.constexpr):
     tl.store(c_ptr + offsets, tl.dot(tl.load(a_ptr + offsets), tl.load(b_ptr + offsets)))
 
 
-def test_batched_dot():
-    a, b, c = torch.randn(2, 16, 16), torch.randn(2, 16, 16), torch.empty(2, 16, 16)
-    _batched_dot[(1,)](a, b, c, 2, 16)
-    torch.testing.assert_close(c, a @ b, rtol=1e-5, atol=1e-5)
+@pytest.mark.parametrize("size", [16, 64])
+def test_batched_dot(size):
+    a, b, c = (torch.randn(2, size, size) for _ in range(3))
+    _batched_dot[(1,)](a, b, c, 2, size)
+    torch.testing.assert_close(c.double(), a.double() @ b.double(), rtol=1e-5, atol=1e-4)
+
+
+@triton.jit
+def _dot_after_store(a_ptr, b_ptr, S: tl.constexpr, LATE: tl.constexpr):
+    offsets = tl.arange(0, S)[:, None] * S + tl.arange(0, S)[None, :]
+    b = tl.load(b_ptr + offsets)
+    if LATE:
+        tl.store(b_ptr + offsets, tl.zeros((S, S), tl.float32))
+    product = tl.dot(tl.load(a_ptr + offsets), b)
+    tl.store(a_ptr + offsets, product)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_dot_of_what_was_loaded_before_a_store(late):
+    """A dot may load its operands itself, unless something between the load and the dot writes."""
+    a, b = torch.randn(64, 64), torch.randn(64, 64)
+    expected = a.double() @ b.double()
+    _dot_after_store[(1,)](a, b, 64, late)
+    torch.testing.assert_close(a.double(), expected, rtol=1e-5, atol=1e-4)
+    assert (b == 0).all() == late
 
 
 @triton.jit
@@ -192,7 +216,7 @@ def _transposed_operands(a, b, c, out, M: tl.constexpr, N: tl.constexpr, K: tl.c
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("m, n, k", [(32, 64, 16), (8, 16, 64), (64, 8, 8), (4, 32, 16)])
+@pytest.mark.parametrize("m, n, k", [(32, 64, 16), (8, 16, 64), (64, 8, 8), (4, 32, 16), (32, 128, 32)])
 def test_dot_of_transposed_operands(m, n, k, dtype):
     a, b = torch.randn(k, m).to(dtype), torch.randn(n, k).to(dtype)
     c, out = torch.empty(m, n), torch.empty(m, n)

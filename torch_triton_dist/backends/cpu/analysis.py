@@ -76,10 +76,12 @@ class Facts:
     """``uses``: uses of each SSA value. ``address``: values that only index memory, where signed overflow may be assumed absent
     (which lets the C++ compiler see contiguous accesses). ``shared``: lazy values worth computing once into a buffer, because
     several loops would otherwise compute them again. ``streams``: results of loads that only one later store uses, mapped to that
-    store's line: they can be loaded in its loop."""
+    store's line: they can be loaded in its loop. ``fed``: results of loads that only one later dot uses: it loads them itself, into
+    the form it needs."""
 
     uses: Counter[str] = field(default_factory=Counter)
     streams: dict[str, int] = field(default_factory=dict)
+    fed: set[str] = field(default_factory=set)
     address: set[str] = field(default_factory=set)
     shared: set[str] = field(default_factory=set)
 
@@ -105,14 +107,27 @@ def _streams(region: Region, facts: Facts, users: dict[str, list[tuple[Op, int]]
         for position, op in enumerate(block.ops):
             for nested in op.regions:
                 _streams(nested, facts, users)
-            if op.name != "tt.load" or not op.outs or len(op.outs[0].dims) != 1 or op.flag("isVolatile"):
+            if op.name != "tt.load" or not op.outs or not op.outs[0].is_tensor or op.flag("isVolatile"):
                 continue
-            store = _only_store(op, places, users)
-            if store is None:
+            user = _only_store(op, places, users) if len(op.outs[0].dims) == 1 else _only_dot(op, places, users)
+            if user is None:
                 continue
-            between = block.ops[position + 1 : places[id(store)]]
-            if not any(other.regions or other.name.startswith(_EFFECTS) for other in between):
-                facts.streams[op.results[0]] = store.line
+            between = block.ops[position + 1 : places[id(user)]]
+            if any(other.regions or other.name.startswith(_EFFECTS) for other in between):
+                continue
+            if user.name == "tt.store":
+                facts.streams[op.results[0]] = user.line
+            else:
+                facts.fed.add(op.results[0])
+
+
+def _only_dot(load: Op, places: dict[int, int], users: dict[str, list[tuple[Op, int]]]) -> Op | None:
+    """The matrix product of the same block that alone uses a load, as a factor."""
+    name = load.results[0]
+    if len(users[name]) != 1:
+        return None
+    user, _ = users[name][0]
+    return user if user.name == "tt.dot" and name in user.operands[:2] and id(user) in places else None
 
 
 def _only_store(load: Op, places: dict[int, int], users: dict[str, list[tuple[Op, int]]]) -> Op | None:

@@ -134,7 +134,7 @@ class CPUBackend(BaseBackend):
         """Optimised LLVM IR of the kernel; notes what the launcher needs to know in ``metadata``."""
         from .emit import emit_module
         from .target import host
-        from .toolchain import optimise
+        from .toolchain import complete, optimise
         from .ttir import UnsupportedOp, locate
 
         target = host()
@@ -146,7 +146,7 @@ class CPUBackend(BaseBackend):
         metadata["params"] = kernel.param_types
         metadata["arena"] = kernel.arena
         metadata["libraries"] = kernel.libraries
-        return optimise(kernel.source, {"ttd_programs": "ptr ptr i64 i64 ptr"}, target)
+        return complete(optimise(kernel.source, {"ttd_programs": "ptr ptr i64 i64 ptr"}, target), kernel.finished)
 
     def make_asm(self, source: str, options: CPUOptions) -> str:
         from .target import host

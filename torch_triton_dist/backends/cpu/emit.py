@@ -109,10 +109,11 @@ class Value:
 
     ``deps`` are the buffers that the value reads when it is evaluated, each with whether element i reads only element i of it.
     ``owner`` is the scope that may overwrite ``buf`` because nothing else refers to it. ``advance`` is set for pointers that a loop
-    advances: the bytes they move in each iteration. ``transposed`` is set for the transpose of a matrix: that matrix.
+    advances: the bytes they move in each iteration. ``transposed`` is set for the transpose of a matrix: that matrix. ``pointer`` is
+    set for a load that waits for its only consumer, see :attr:`.Facts.fed`: what it reads through.
     """
 
-    __slots__ = ("advance", "at", "buf", "cheap", "deps", "owner", "scalar", "transposed", "type")
+    __slots__ = ("advance", "at", "buf", "cheap", "deps", "owner", "pointer", "scalar", "transposed", "type")
 
     def __init__(
         self,
@@ -129,6 +130,7 @@ class Value:
         self.deps = frozenset(deps)
         self.advance: Lane | None = None
         self.transposed: Value | None = None
+        self.pointer: Value | None = None
         self.at = at if at is not None else self._no_elements
 
     def _no_elements(self, index: Index) -> Lane:
@@ -152,13 +154,25 @@ class Stream:
 
 
 @dataclass
+class Loop:
+    """A structured loop: the names of its induction variable and of what it carries, its step, and what its body defines."""
+
+    induction: str
+    carried: frozenset[str]
+    step: Lane
+    defs: dict[str, Op]
+
+
+@dataclass
 class Kernel:
-    """An emitted module: ``param_types`` are the kernel's parameters, ``ptr`` or a scalar element type each; ``arena``: bytes of
-    scratch memory that a program needs; ``libraries``: shared libraries that it calls."""
+    """An emitted module: ``param_types`` are the kernel's parameters, ``ptr`` or a scalar element type each; ``finished``: functions
+    that ``source`` declares and that need no optimiser; ``arena``: bytes of scratch memory that a program needs; ``libraries``: shared
+    libraries that it calls."""
 
     name: str
     param_types: list[str]
     source: str
+    finished: dict[str, str]
     arena: int
     libraries: list[str]
 
@@ -197,6 +211,7 @@ class FunctionEmitter:
         self.assumed: frozenset[str] = frozenset()  # those for which the flag holds where we are
         self.probed: set[str] | None = None
         self.streams: dict[int, list[Stream]] = {}  # by the line of the store
+        self.loop: Loop | None = None  # the innermost one that we are in
         self.hoist = len(function.body.blocks) > 1
         self.lanes = module.target.lanes
 
@@ -356,22 +371,32 @@ class FunctionEmitter:
         self.contiguous[buf] = b.get(flag, "i1"), first
 
     def access_loops(self, kind: Type, pointer: Value | None, body: Callable[[Index], Any], vectorise: bool = True) -> None:
-        """Loops of a memory access: twice if some of the addresses are only known at run time to be contiguous."""
-        watched = self._watched(kind, pointer) if vectorise and pointer is not None else []
-        if not watched:
+        """Loops of a memory access."""
+
+        def loops() -> None:
             with self.loops(kind.dims, vectorise) as index:
                 body(index)
+
+        if vectorise:
+            self.twice(kind, pointer, loops)
+        else:
+            loops()
+
+    def twice(self, kind: Type, pointer: Value | None, loops: Callable[[], None]) -> None:
+        """Loops of a memory access: twice if some of the addresses are only known at run time to be contiguous."""
+        watched = self._watched(kind, pointer) if pointer is not None else []
+        if not watched:
+            loops()
             return
         flag = self.contiguous[watched[0]][0]
         for name in watched[1:]:
             flag = self.b.binary("and", flag, self.contiguous[name][0])
         with self.b.when(flag):
             self.assumed = frozenset(watched)
-            with self.loops(kind.dims) as index:
-                body(index)
+            loops()
             self.assumed = frozenset()
-        with self.b.when(self.b.logical_not(flag)), self.loops(kind.dims) as index:
-            body(index)
+        with self.b.when(self.b.logical_not(flag)):
+            loops()
 
     def _watched(self, kind: Type, pointer: Value) -> list[str]:
         """Index vectors that vary along the innermost loop of an access."""
@@ -414,10 +439,18 @@ class FunctionEmitter:
         return lane.contiguous == size_of(pointer.type.pointee)
 
     def transpose(self, kind: Type, source: Value, function: Callable[[Lane], Lane]) -> Value:
-        """A buffer with the transpose of the matrix ``source``, ``function`` applied to its elements: block by block in registers."""
+        """A buffer with the transpose of the matrix ``source``, ``function`` applied to its elements."""
+        target = self.buffer(kind)
+        buf = target.buf
+        assert buf is not None
+        self.transposed(kind, source, function, lambda index, lane: self.poke(kind, buf, index, lane))
+        return target
+
+    def transposed(self, kind: Type, source: Value, function: Callable[[Lane], Lane], write: Callable[[Index, Lane], None]) -> None:
+        """Pass the transpose of the matrix ``source``, ``function`` applied to its elements, to ``write``: block by block in
+        registers."""
         rows, columns = source.type.dims
-        target, b = self.buffer(kind), self.b
-        assert target.buf is not None
+        b = self.b
         side = min(self.lanes, rows, columns)
         with b.scope(), b.loop(0, rows, side) as top, b.loop(0, columns, side) as left:
             across = b.affine(left, constant("i64", 1), side)
@@ -436,8 +469,7 @@ class FunctionEmitter:
                 step //= 2
             down = b.affine(top, constant("i64", 1), side)
             for k, lane in enumerate(block):
-                self.poke(kind, target.buf, self.index(kind.dims, [b.add(left, constant("i64", k)), down]), lane)
-        return target
+                write(self.index(kind.dims, [b.add(left, constant("i64", k)), down]), lane)
 
     def args(self, op: Op) -> list[Value]:
         return [self.env[name] for name in op.operands]
@@ -487,14 +519,17 @@ class FunctionEmitter:
         for op in block.ops:
             if op.name in TERMINATORS:
                 return op
-            handler = _HANDLERS.get(op.name)
-            if handler is None:
-                raise op.unsupported()
-            try:
-                handler(self, op)
-            except KeyError as error:
-                raise op.unsupported(f"unknown type, attribute or operand {error}") from error
+            self.emit_op(op)
         return None
+
+    def emit_op(self, op: Op) -> None:
+        handler = _HANDLERS.get(op.name)
+        if handler is None:
+            raise op.unsupported()
+        try:
+            handler(self, op)
+        except KeyError as error:
+            raise op.unsupported(f"unknown type, attribute or operand {error}") from error
 
     def body(self) -> None:
         blocks = self.function.body.blocks
@@ -528,6 +563,7 @@ class ModuleEmitter:
         self.declares: set[str] = set()
         self.globals: dict[str, str] = {}
         self.helpers: dict[str, str] = {}
+        self.finished: dict[str, str] = {}
         self.libraries: list[str] = []
 
     def symbol(self, name: str) -> str:
@@ -559,10 +595,11 @@ class ModuleEmitter:
             params += [f"ptr %r{position}" for position in range(len(function.outs))]
             emitter.body()
             ids = [f"i32 %{which}{axis}" for which in ("id", "grid") for axis in range(3)]
-            head = ", ".join([*ids, "ptr %arena", *params])
+            head = ", ".join([*ids, "ptr noalias %arena", *params])
             entry = emitter.b.entry
             entry.append(f"  %callee_arena = getelementptr i8, ptr %arena, i64 {emitter.arena_size}")
-            lines = [f"define internal i1 @{self.symbol(name)}({head}) #0 {{", "entry:", *entry, *emitter.b.levels[0].lines, "}"]
+            # Not inlined, not even the kernel into its loop over programs: that would put all of it through the optimiser twice.
+            lines = [f"define internal i1 @{self.symbol(name)}({head}) noinline #0 {{", "entry:", *entry, *emitter.b.levels[0].lines, "}"]
             self.definitions.append("\n".join(lines))
             self.arena[name] = emitter.arena_size + emitter.callee_arena
         return self.arena[name]
@@ -585,7 +622,7 @@ class ModuleEmitter:
         parts.append('!0 = distinct !{!0, !1}\n!1 = !{!"llvm.loop.unroll.disable"}')
         parts.append(f"attributes #0 = {{ nounwind {self.target.attributes} }}")
         types = ["ptr" if kind.is_pointer else kind.elem for _, kind in entry.body.args]
-        return Kernel(entry.name, types, "\n\n".join(parts) + "\n", arena, self.libraries)
+        return Kernel(entry.name, types, "\n\n".join(parts) + "\n", self.finished, arena, self.libraries)
 
 
 # Runs the programs [begin, end) of the grid; returns null, or the message of a failed device assertion.

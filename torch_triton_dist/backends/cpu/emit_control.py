@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 
 from .builder import Lane, constant
-from .emit import FunctionEmitter, Index, Value, handles, label, llvm_type
+from .emit import FunctionEmitter, Index, Loop, Value, handles, label, llvm_type
 from .emit_memory import leave_if
 from .ttir import Op, Type, walk
 
+_HOISTED = frozenset(["arith.muli", "arith.addi", "arith.subi", "arith.shli", "arith.extsi", "arith.constant"])
 _MEMORY_READS = frozenset(["tt.load", "tt.atomic_rmw", "tt.atomic_cas"])
 
 
@@ -52,8 +53,22 @@ def _pointer_step(e: FunctionEmitter, op: Op, position: int) -> tuple[str, str |
     if step in e.env and e.env[step].scalar is not None:
         return "outer", e.env[step].lane
     if step in defs and defs[step].name == "tt.splat":
-        return "inner", defs[step].operands[0]
+        amount = defs[step].operands[0]
+        if _invariant(e, amount, defs):
+            return "outer", e.env[amount].lane
+        return "inner", amount
     return None
+
+
+def _invariant(e: FunctionEmitter, name: str, defs: dict[str, Op]) -> bool:
+    """Compute a scalar of a loop's body in front of the loop, if it is the same in every iteration. Returns whether it is."""
+    if name in e.env:
+        return e.env[name].scalar is not None
+    op = defs.get(name)
+    if op is None or op.name not in _HOISTED or not all(_invariant(e, operand, defs) for operand in op.operands):
+        return False
+    e.emit_op(op)
+    return True
 
 
 def _advancing(e: FunctionEmitter, kind: Type, initial: Value, offset: Lane) -> Value:
@@ -112,10 +127,13 @@ def for_(e: FunctionEmitter, op: Op) -> None:
 
     with e.nested():
         e.env[induction_name] = Value(induction_type, induction)
+        defs = {name: inner for inner in region.ops for name in inner.results}
+        outer, e.loop = e.loop, Loop(induction_name, frozenset(op.iter_args), step, defs)
         for position, variable in carried.items():
             e.env[op.iter_args[position]] = e.current(variable, owner=e.scope)
         bind_offsets(op.iter_args)
         terminator = e.region(region)
+        e.loop = outer
         yields = terminator.operands if terminator else []
         e.assign_all(list(carried.values()), [e.env[yields[position]] for position in carried])
         for slot, (where, amount) in offsets.values():

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 
 from .builder import BITS, Lane, constant
-from .emit import FunctionEmitter, Index, Stream, Value, handles, is_float, llvm_type, size_of
+from .emit import FunctionEmitter, Index, Loop, Stream, Value, handles, is_float, llvm_type, size_of
 from .emit_elementwise import floating, widen
 from .ttir import Op, Type
 
@@ -23,11 +23,19 @@ def load(e: FunctionEmitter, op: Op) -> None:
         raise op.unsupported("block pointer that was not rewritten to plain pointers")
     ty, volatile = e.type_of(op, kind.elem), op.flag("isVolatile")
 
+    advance = operands[0].advance
+    if advance is None and len(kind.dims) == 1 and e.loop is not None:
+        advance = _change(e, op.operands[0], e.loop)
+        if advance is not None and advance.is_const(0):
+            advance = None
+
     def value(index: Index) -> Lane:
         pointer, mask, other = [*(e.element(operand, index) for operand in operands), None, None][:3]
         assert pointer is not None
-        if operands[0].advance is not None:
-            e.b.prefetch(pointer, operands[0].advance)
+        if op.results[0] in e.facts.fed:
+            pass  # the dot looks ahead
+        elif advance is not None:
+            e.b.prefetch(pointer, advance)
         elif len(kind.dims) == 1:  # programs that follow each other mostly read memory that does
             e.b.prefetch(pointer, constant("i64", kind.numel * BITS[ty] // 8))
         return e.b.load(ty, pointer, mask, other, volatile=volatile)
@@ -41,8 +49,42 @@ def load(e: FunctionEmitter, op: Op) -> None:
         result = Value(kind, at=at, deps=[(name, False) for name, _ in rows.deps], cheap=True)
         result.transposed = rows
         e.bind(op, result)
+    elif op.results[0] in e.facts.fed:
+        result = Value(kind, at=value)
+        result.pointer = operands[0]
+        e.bind(op, result)
     else:
         e.bind(op, e.compute(kind, value, pointer=operands[0]))
+
+
+def _change(e: FunctionEmitter, name: str, loop: Loop) -> Lane | None:
+    """By how much a value grows from one iteration of ``loop`` to the next (a pointer: in bytes), if that is linear in the induction
+    variable and the same for all elements; else None."""
+    b, zero = e.b, constant("i64", 0)
+    if name == loop.induction:
+        return b.cast("sext", loop.step, "i64")
+    op = loop.defs.get(name)
+    if op is None:
+        return None if name in loop.carried or name not in e.env else zero
+    if op.name in ("tt.splat", "tt.expand_dims", "tt.broadcast", "arith.extsi", "arith.index_cast"):
+        return _change(e, op.operands[0], loop)
+    if op.name == "arith.constant":
+        return zero
+    if op.name not in ("arith.addi", "arith.muli", "tt.addptr"):
+        return None
+    first, second = (_change(e, operand, loop) for operand in op.operands)
+    if first is None or second is None:
+        return None
+    if op.name == "arith.muli":
+        if first.is_const(0):
+            first, second, factor = second, first, op.operands[0]
+        else:
+            factor = op.operands[1]
+        scale = e.env[factor].scalar if factor in e.env else None
+        return b.mul(first, b.cast("sext", scale, "i64")) if second.is_const(0) and scale is not None else None
+    if op.name == "tt.addptr":
+        second = b.mul(second, constant("i64", size_of(op.outs[0].pointee)))
+    return b.add(first, second)
 
 
 @handles("tt.store")

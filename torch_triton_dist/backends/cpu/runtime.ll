@@ -14,13 +14,20 @@
 @left = internal global [64 x i8] zeroinitializer, align 64   ; pthread_cond_t: a helper has left its job
 @jobs = internal global ptr null
 @workers = internal global i64 0
+@spare = internal global ptr null          ; scratch memory of the last launch: its size, then (64 bytes on) the memory itself
 @threads = internal global ptr null        ; Python callable: number of threads
 @data_ptr = internal global ptr null       ; the Python string "data_ptr"
 @none = internal global ptr null
 @int_type = internal global ptr null
 @error_type = internal global ptr null
 @type_error = internal global ptr null
+@value_error = internal global ptr null
+@is_cpu = internal global ptr null         ; the Python string "is_cpu"
 @count_message = internal constant [64 x i8] c"kernel %s on cpu: takes %lld arguments (%lld with constexprs)\00\00\00"
+@device_message = internal constant [77 x i8] c"kernel %s on cpu: argument %lld is a tensor on device %S; move it to the cpu\00"
+@memory_message = internal constant [76 x i8] c"kernel %s on cpu: argument %lld is a tensor without memory (a fake tensor?)\00"
+@numel = internal constant [6 x i8] c"numel\00"
+@device = internal constant [7 x i8] c"device\00"
 @failed_message = internal constant [21 x i8] c"kernel %s on cpu: %s\00"
 
 declare i32 @pthread_mutex_lock(ptr)
@@ -39,6 +46,10 @@ declare ptr @PyEval_SaveThread()
 declare void @PyEval_RestoreThread(ptr)
 declare ptr @PyErr_Format(ptr, ptr, ...)
 declare ptr @PyErr_Occurred()
+declare void @PyErr_Clear()
+declare ptr @PyObject_GetAttr(ptr, ptr)
+declare ptr @PyObject_GetAttrString(ptr, ptr)
+declare i32 @PyObject_IsTrue(ptr)
 declare i64 @PyLong_AsUnsignedLongLongMask(ptr)
 declare i64 @PyLong_AsLongLong(ptr)
 declare double @PyFloat_AsDouble(ptr)
@@ -46,6 +57,7 @@ declare ptr @PyObject_Type(ptr)
 declare void @Py_IncRef(ptr)
 declare void @Py_DecRef(ptr)
 declare ptr @PyObject_CallMethodObjArgs(ptr, ptr, ...)
+declare ptr @PyObject_CallMethod(ptr, ptr, ptr, ...)
 declare ptr @PyObject_CallFunctionObjArgs(ptr, ...)
 declare ptr @PyLong_AsVoidPtr(ptr)
 
@@ -308,8 +320,11 @@ define i64 @ttd_clock_ns() {
 
 ; ---- launches from Python
 
-; Objects that launches need: the function that returns the number of threads, "data_ptr", None, int, RuntimeError, TypeError.
-define void @ttd_cpu_setup(ptr %threads, ptr %data_ptr, ptr %none, ptr %int, ptr %error, ptr %type_error) {
+; Objects that launches need: the function that returns the number of threads, "data_ptr", "is_cpu", None, int, RuntimeError,
+; TypeError, ValueError.
+define void @ttd_cpu_setup(ptr %threads, ptr %data_ptr, ptr %is_cpu, ptr %none, ptr %int, ptr %error, ptr %type_error, ptr %value_error) {
+  store ptr %is_cpu, ptr @is_cpu
+  store ptr %value_error, ptr @value_error
   store ptr %threads, ptr @threads
   store ptr %data_ptr, ptr @data_ptr
   store ptr %none, ptr @none
@@ -319,8 +334,8 @@ define void @ttd_cpu_setup(ptr %threads, ptr %data_ptr, ptr %none, ptr %int, ptr
   ret void
 }
 
-; 8 bytes of an argument of a kind. On failure a Python exception is set.
-define internal i64 @convert(ptr %object, i64 %kind) {
+; 8 bytes of an argument of a kind. On failure a Python exception is set; it names the kernel and the number of the argument.
+define internal i64 @convert(ptr %object, i64 %kind, ptr %kernel, i64 %position) {
 entry:
   switch i64 %kind, label %integer [ i64 0, label %pointer
     i64 2, label %number
@@ -343,6 +358,28 @@ typed:
   %is_int = icmp eq ptr %type, %inttype
   br i1 %is_int, label %integer, label %tensor
 tensor:
+  %pis_cpu = load ptr, ptr @is_cpu
+  %local = call ptr @PyObject_GetAttr(ptr %object, ptr %pis_cpu)
+  %unknown = icmp eq ptr %local, null
+  br i1 %unknown, label %trusted, label %known
+trusted:                                 ; not one of torch's tensors
+  call void @PyErr_Clear()
+  br label %ask
+known:
+  %here = call i32 @PyObject_IsTrue(ptr %local)
+  call void @Py_DecRef(ptr %local)
+  %elsewhere = icmp ne i32 %here, 1
+  br i1 %elsewhere, label %abroad, label %ask
+abroad:
+  %where = call ptr @PyObject_GetAttrString(ptr %object, ptr @device)
+  %nowhere = icmp eq ptr %where, null
+  br i1 %nowhere, label %null, label %refuse
+refuse:
+  %ve = load ptr, ptr @value_error
+  %e = call ptr (ptr, ptr, ...) @PyErr_Format(ptr %ve, ptr @device_message, ptr %kernel, i64 %position, ptr %where)
+  call void @Py_DecRef(ptr %where)
+  br label %null
+ask:
   %name = load ptr, ptr @data_ptr
   %result = call ptr (ptr, ptr, ...) @PyObject_CallMethodObjArgs(ptr %object, ptr %name, ptr null)
   %bad = icmp eq ptr %result, null
@@ -350,7 +387,26 @@ tensor:
 address:
   %value = call i64 @PyLong_AsUnsignedLongLongMask(ptr %result)
   call void @Py_DecRef(ptr %result)
+  %zero = icmp eq i64 %value, 0
+  br i1 %zero, label %nothing, label %given
+given:
   ret i64 %value
+nothing:                                 ; right for a tensor without elements
+  %numel = call ptr (ptr, ptr, ptr, ...) @PyObject_CallMethod(ptr %object, ptr @numel, ptr null)
+  %uncounted = icmp eq ptr %numel, null
+  br i1 %uncounted, label %forget, label %counted
+forget:
+  call void @PyErr_Clear()
+  ret i64 0
+counted:
+  %elements = call i32 @PyObject_IsTrue(ptr %numel)
+  call void @Py_DecRef(ptr %numel)
+  %missing = icmp eq i32 %elements, 1
+  br i1 %missing, label %fake, label %null
+fake:
+  %ve2 = load ptr, ptr @value_error
+  %e2 = call ptr (ptr, ptr, ...) @PyErr_Format(ptr %ve2, ptr @memory_message, ptr %kernel, i64 %position)
+  ret i64 0
 number:
   %double = call double @PyFloat_AsDouble(ptr %object)
   %float = fptrunc double %double to float
@@ -441,7 +497,7 @@ one:
   %where = select i1 %whole, i64 %place, i64 %k
   %pobject = getelementptr ptr, ptr %values, i64 %where
   %object = load ptr, ptr %pobject
-  %value = call i64 @convert(ptr %object, i64 %kind)
+  %value = call i64 @convert(ptr %object, i64 %kind, ptr %name, i64 %k)
   %target = add i64 %k, 3
   %ptarget = getelementptr i64, ptr %args, i64 %target
   store i64 %value, ptr %ptarget
@@ -512,7 +568,19 @@ sized:
   %j6 = getelementptr %Job, ptr %job, i32 0, i32 6
   store i64 %wanted, ptr %j6
   %state = call ptr @PyEval_SaveThread()
-  %arena = call ptr @scratch(ptr %slot, i64 %arena_bytes)
+  %kept = atomicrmw xchg ptr @spare, ptr null acquire   ; fresh memory would have to be mapped page by page
+  %any_kept = icmp ne ptr %kept, null
+  br i1 %any_kept, label %reuse, label %get
+reuse:
+  %kept_size = load i64, ptr %kept
+  store ptr %kept, ptr %slot
+  %pslot_size = getelementptr i8, ptr %slot, i64 8
+  store i64 %kept_size, ptr %pslot_size
+  br label %get
+get:
+  %need = add i64 %arena_bytes, 64
+  %block = call ptr @scratch(ptr %slot, i64 %need)
+  %arena = getelementptr i8, ptr %block, i64 64
   br i1 %shared, label %together, label %alone
 together:
   call void @share(ptr %job, ptr %arena)
@@ -521,7 +589,11 @@ alone:
   call void @run(ptr %job, ptr %arena)
   br label %finished
 finished:
-  call void @free(ptr %arena)
+  %pblock_size = getelementptr i8, ptr %slot, i64 8
+  %block_size = load i64, ptr %pblock_size
+  store i64 %block_size, ptr %block
+  %replaced = atomicrmw xchg ptr @spare, ptr %block acq_rel   ; another thread's launch may have left its own
+  call void @free(ptr %replaced)
   call void @PyEval_RestoreThread(ptr %state)
   %j8 = getelementptr %Job, ptr %job, i32 0, i32 8
   %message = load atomic ptr, ptr %j8 acquire, align 8

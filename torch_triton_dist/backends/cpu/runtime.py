@@ -18,7 +18,7 @@ _EXPORTS = {
     "ttd_cpu_after_fork": "void",
     "ttd_cpu_poll": "void ptr",
     "ttd_clock_ns": "i64",
-    "ttd_cpu_setup": "void ptr ptr ptr ptr ptr ptr",
+    "ttd_cpu_setup": "void ptr ptr ptr ptr ptr ptr ptr ptr",
     "ttd_cpu_launch": "ptr ptr ptr i64",
 }
 _KINDS = {"ptr": 0, "f16": 2, "bf16": 3, "f32": 4, "f64": 5}  # anything else is an integer: 1
@@ -53,7 +53,7 @@ def _load() -> ctypes.PyDLL:
 
     vmath.open_libraries()
     library = toolchain.load(_build(), ctypes.RTLD_GLOBAL)  # kernels find its functions by name
-    objects = [torch.get_num_threads, "data_ptr", None, int, RuntimeError, TypeError]
+    objects = [torch.get_num_threads, "data_ptr", "is_cpu", None, int, RuntimeError, TypeError, ValueError]
     library._objects = objects  # type: ignore[attr-defined]  # kept alive
     setup = library.ttd_cpu_setup
     setup.restype, setup.argtypes = None, [ctypes.py_object] * len(objects)

@@ -33,20 +33,52 @@ def backend_key() -> str:
 
 @functools.cache
 def _llvm() -> Any:
-    from triton._C.libtriton import llvm
+    """Triton's LLVM, with the host's processor among its targets. Raises RuntimeError if the wheel was built without it."""
+    from triton._C import libtriton
 
-    llvm.init_targets()
+    llvm = libtriton.llvm
+    llvm.init_targets()  # those of GPUs only, from Triton 3.9 on; the host's is there all the same, and its functions are exported
+    library = ctypes.CDLL(libtriton.__file__)
+    family = "AArch64" if host().triple.startswith("aarch64") else "X86"
+    for part in ("TargetInfo", "Target", "TargetMC", "AsmPrinter", "AsmParser"):
+        initialise = getattr(library, f"LLVMInitialize{family}{part}", None)
+        if initialise is not None:
+            initialise()
     return llvm
 
 
-@contextlib.contextmanager
-def _scratch(suffix: str, data: bytes | None = None) -> Iterator[str]:
-    """Path of a temporary file, on a file system in memory where there is one."""
-    folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    handle, path = tempfile.mkstemp(prefix="ttd_cpu_", suffix=suffix, dir=folder)
+def _generate(source: str, target: Target, fuse: bool, binary: bool) -> Any:
+    """Assembly or an object file of LLVM IR."""
+    arguments: tuple[Any, ...] = (source, target.triple, target.cpu, target.features, [], fuse, binary)
     try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data or b"")
+        return _llvm().translate_to_asm(*arguments)
+    except TypeError:  # Triton 3.8 and newer ask for one more: whether to rewrite address arithmetic the way ptxas likes it
+        return _llvm().translate_to_asm(*arguments, False)
+
+
+def _folders() -> list[str]:
+    """Where temporary files go: a file system in memory if there is one, else (or when it is full) the usual place."""
+    return [*(["/dev/shm"] if os.access("/dev/shm", os.W_OK) else []), tempfile.gettempdir()]
+
+
+@contextlib.contextmanager
+def _scratch(suffix: str, data: bytes = b"") -> Iterator[str]:
+    """Path of a temporary file. Raises OSError if none can be written."""
+    for folder in _folders():
+        path = None
+        try:
+            handle, path = tempfile.mkstemp(prefix="ttd_cpu_", suffix=suffix, dir=folder)
+            with os.fdopen(handle, "wb") as file:
+                file.write(data)
+            break
+        except OSError as problem:
+            error, where = problem, folder
+            if path is not None:
+                os.unlink(path)
+    else:
+        what = f"Triton backend cpu: cannot write a temporary file of {len(data)} bytes in {where}: {error.strerror}"
+        raise OSError(error.errno, f"{what}; make room, or set TMPDIR to another folder") from error
+    try:
         yield path
     finally:
         with contextlib.suppress(FileNotFoundError):
@@ -73,19 +105,25 @@ def _wrapper(triple: str, exports: dict[str, str], attributes: str) -> str:
     return "\n".join([*lines, "}"]) + "\n"
 
 
-def optimise(source: str, exports: dict[str, str], target: Target) -> str:
-    """Optimised LLVM IR. ``exports`` maps the functions of the text that the result is to export to their signatures (result and
-    parameters, such as ``ptr ptr i64``). Raises RuntimeError if the text is not valid."""
+@functools.cache
+def _wrapper_module(triple: str, exports: tuple[tuple[str, str], ...], attributes: str) -> tuple[Any, Any]:
+    """The module of :func:`_wrapper`, and the context it lives in."""
     from triton._C.libtriton import ir, nvidia
 
-    llvm = _llvm()
     context = ir.context()
     ir.load_dialects(context)
     nvidia.load_dialects(context)  # for the llvm dialect
-    passthrough = ", ".join(f"[{pair.replace('=', ', ')}]" for pair in target.attributes.split())
-    attributes = f" attributes {{passthrough = [{passthrough}]}}" if passthrough else ""
-    with _scratch(".mlir", _wrapper(target.triple, exports, attributes).encode()) as path:
-        wrapper = ir.parse_mlir_module(path, context)
+    passthrough = ", ".join(f"[{pair.replace('=', ', ')}]" for pair in attributes.split())
+    text = _wrapper(triple, dict(exports), f" attributes {{passthrough = [{passthrough}]}}" if passthrough else "")
+    with _scratch(".mlir", text.encode()) as path:
+        return ir.parse_mlir_module(path, context), context
+
+
+def optimise(source: str, exports: dict[str, str], target: Target) -> str:
+    """Optimised LLVM IR. ``exports`` maps the functions of the text that the result is to export to their signatures (result and
+    parameters, such as ``ptr ptr i64``). Raises RuntimeError if the text is not valid."""
+    llvm = _llvm()
+    wrapper, _ = _wrapper_module(target.triple, tuple(exports.items()), target.attributes)
     module = llvm.to_module(wrapper, llvm.context())
     source = re.sub(rf"@({'|'.join(exports)})\b", r"@\1_impl", source)
     llvm.attach_datalayout(module, target.triple, target.cpu, target.features)
@@ -98,18 +136,17 @@ def optimise(source: str, exports: dict[str, str], target: Target) -> str:
     return str(module)
 
 
-def _translate(source: str, target: Target, fuse: bool, as_object: bool) -> Any:
-    """Assembly text, or an object file."""
-    arguments: tuple[Any, ...] = (source, target.triple, target.cpu, target.features, [], fuse, as_object)
-    try:
-        return _llvm().translate_to_asm(*arguments)
-    except TypeError:  # Triton 3.8 asks for one more: whether to rewrite address arithmetic the way ptxas likes it
-        return _llvm().translate_to_asm(*arguments, False)
+def complete(source: str, finished: dict[str, str]) -> str:
+    """Optimised LLVM IR with the functions that it declares (by name) and that are good as they are: they cost no time in the
+    optimiser, only in the code generator."""
+    for name, text in finished.items():
+        source = re.sub(rf"^declare .*{re.escape(name)}\(.*$", lambda match: text, source, count=1, flags=re.M)  # noqa: B023
+    return source
 
 
 def assemble(source: str, target: Target, fuse: bool = True) -> str:
     """Assembly of optimised LLVM IR, with a checksum in its last line. ``fuse``: multiplications and additions may become fused ones."""
-    text = _translate(source, target, fuse, False)
+    text = _generate(source, target, fuse, False)
     return f"{text.rstrip()}\n{_CHECKSUM}{hashlib.sha256(text.rstrip().encode()).hexdigest()}\n"
 
 
@@ -125,7 +162,7 @@ def build(assembly: str, target: Target) -> bytes:
 
     lines = "\n".join(f'module asm "{_escape(line)}"' for line in assembly.splitlines())
     source = f'target triple = "{target.triple}"\n{lines}\n'
-    binary = _translate(source, target, False, True)
+    binary = _generate(source, target, False, True)
     with _scratch(".o", bytes(binary)) as path, _scratch(".so") as result:
         amd.link_hsaco(path, result)  # lld, which goes by the object's machine
         return Path(result).read_bytes()

@@ -81,11 +81,7 @@ SOURCE = r"""
                 if CHUNKS == 1:
                     dl.notify(flags + me * tiles_m + block, peer, signal=stamp, ctx=CTX)
                 else:
-                    count = counts + send // CHUNKS
-                    tl.atomic_max(count, n << 16, sem="relaxed", scope="gpu")
-                    dl.stores_done()
-                    tl.debug_barrier()  # the stores of all threads, before the count says so
-                    if tl.atomic_add(count, 1, sem="acq_rel", scope="gpu") % 65536 == CHUNKS - 1:
+                    if dl.count_stored(counts + send // CHUNKS, n) == CHUNKS - 1:
                         dl.notify(flags + me * tiles_m + block, peer, signal=stamp, ctx=CTX)
                 send = dl.claim(ctx=CTX, counter=dl.SEND)
         if part == 0:

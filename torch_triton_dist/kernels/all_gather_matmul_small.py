@@ -76,10 +76,7 @@ SOURCE = r"""
                     tl.store(remote + offsets, piece, mask=moved)
         last_sent = True
 {% if CHUNKS > 1 %}
-        tl.atomic_max(sent_counts + group, n << 16, sem="relaxed", scope="gpu")
-        dl.stores_done()
-        tl.debug_barrier()  # the stores of all threads, before the count says so
-        last_sent = tl.atomic_add(sent_counts + group, 1, sem="acq_rel", scope="gpu") % 65536 == CHUNKS - 1
+        last_sent = dl.count_stored(sent_counts + group, n) == CHUNKS - 1
 {% endif %}
         if last_sent:
             dl.notify_all(flags + group * WORLD + me, stamp, WORLD, ctx=CTX)
@@ -107,11 +104,8 @@ SOURCE = r"""
 {% if SPLITS > 1 %}
         parts = scratch + (tile * SPLITS) * (BLOCK_M * BLOCK_N)
         tl.store(parts + part * (BLOCK_M * BLOCK_N) + in_tile, acc)
-        tl.atomic_max(part_counts + tile, n << 16, sem="relaxed", scope="gpu")
-        dl.stores_done()
-        tl.debug_barrier()  # the stores of all threads, before the count says so
-        before = tl.atomic_add(part_counts + tile, 1, sem="acq_rel", scope="gpu")
-        complete = before % 65536 == SPLITS - 1
+        before = dl.count_stored(part_counts + tile, n)
+        complete = before == SPLITS - 1
         if complete:
             parts = dl.consume_token(parts, tl.minimum(before, 0))
             acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)

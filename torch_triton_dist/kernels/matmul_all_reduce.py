@@ -57,6 +57,7 @@ SOURCE = r"""
     flags = dl.flags(n, ctx=CTX)
     slots = dl.heap(n, DTYPE, ctx=CTX)
     in_tile = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    claim = dl.first_claim(stamp, ctx=CTX)
 {% if TMA %}
     a_desc = tl.make_tensor_descriptor(A, [M, K], [{{stride("A", 0)}}, 1], [BLOCK_M, BLOCK_K])
     b_desc = descriptor_of_b(B, K, N, {{stride("B", 0)}}, {{stride("B", 1)}}, BLOCK_N, BLOCK_K, B_ROWS)
@@ -73,7 +74,6 @@ SOURCE = r"""
     claims = tiles
 {% endif %}
 
-    claim = dl.first_claim(stamp, ctx=CTX)
     while claim < claims:
 {% if TWO_SHOT %}
         round, place, copying = all_reduce_step(claim, rounds, S, WORLD)

@@ -61,6 +61,7 @@ SOURCE = r"""
     slots = dl.heap(n, DTYPE, ctx=CTX)
     in_tile = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     rounds = tl.cdiv(tiles, S)
+    claim = dl.first_claim(stamp, ctx=CTX)
 {% if TMA %}
     a_desc = tl.make_tensor_descriptor(A, [R * WORLD, K], [{{stride("A", 0)}}, 1], [BLOCK_M, BLOCK_K])
     b_desc = descriptor_of_b(B, K, N, {{stride("B", 0)}}, {{stride("B", 1)}}, BLOCK_N, BLOCK_K, B_ROWS)
@@ -68,7 +69,6 @@ SOURCE = r"""
 
     owed = -1  # flag that this program has to raise yet, and where
     debtor = 0
-    claim = dl.first_claim(stamp, ctx=CTX)
     while claim < rounds * WORLD * S:
         round, place = reduce_scatter_step(claim, rounds, S, WORLD)
         owner = (me + 1 + place // S) % WORLD

@@ -12,7 +12,8 @@ every rank and every group. Under `torch_triton_dist.jit` nobody writes `ctx`: t
 | `consume_token(ptr, token)` | the same pointer, but no load through it can move above the wait |
 | `notify(ptr, rank, signal, ctx=)` | make this program's stores visible, then raise a flag of `rank` |
 | `launch_number`, `flags`, `heap` | number of this launch, and its half of the flags and of the data |
-| `notify_all`, `wait_all`, `wait_peers` | the same for all ranks, or all other ranks, at once |
+| `notify_all`, `wait_all`, `wait_peers` | raise a flag at all ranks, wait for flags of all ranks or of all others, at once |
+| `count_stored` | count that this program has stored its part; the last one speaks for all of this rank |
 | `stamp`, `wait_stamp` | value of the flags of this launch, which names what runs; spin until a peer has raised one |
 | `first_claim`, `claim`, `leave`, `alive` | next tile to work on; end of a program; whether the group is sound |
 | `fence_async`, `stores_done` | between a wait and TMA loads of what peers have stored; before a block barrier and a release |
@@ -28,6 +29,7 @@ from .core import (
     claim,
     clock_ns,
     consume_token,
+    count_stored,
     fence_async,
     first_claim,
     flags,
@@ -55,6 +57,7 @@ __all__ = [
     "claim",
     "clock_ns",
     "consume_token",
+    "count_stored",
     "extern_call",
     "extract",
     "fence_async",

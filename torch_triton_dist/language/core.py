@@ -339,6 +339,18 @@ def _notify_by_library(word, rank, signal, sig_op: tl.constexpr):
 
 
 @triton.jit
+def count_stored(count, launch):
+    """Counts, in the word `count` (int64) of the own heap, that this program has stored its part; returns how many programs of launch
+    number `launch` have done so before, int64. Who gets the last number sees the stores of them all, and speaks for them in a release.
+
+    A count starts from `launch` << 16, which is more than any stamp or count of an earlier launch that may be left in the word."""
+    tl.atomic_max(count, launch << SIGNATURE_BITS, sem="relaxed", scope="gpu")
+    stores_done()
+    tl.debug_barrier()  # the stores of all threads, before the count says so
+    return tl.atomic_add(count, 1, sem="acq_rel", scope="gpu") % 65536
+
+
+@triton.jit
 def notify_all(flag, signal, WORLD: tl.constexpr, ctx=None):
     """`notify` for all ranks at once, the own one included: raises `flag` (int64, an address of the own heap) in every heap. One release
     each, made by different threads at the same time."""

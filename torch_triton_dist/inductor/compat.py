@@ -91,6 +91,10 @@ def boxed(function: Callable[..., Any]) -> Callable[..., Any]:
 
 _compilers: ThreadPoolExecutor | None = None
 
+# Python 3.11 before 3.11.8 counts the depth of all threads' syntax trees together, and raises a SystemError now and then when two threads
+# parse at the same time (https://github.com/python/cpython/issues/106905).
+THREADS_MAY_PARSE = not (3, 11) <= sys.version_info < (3, 11, 8)
+
 
 def compile_early(name: str, source: str) -> None:
     """Starts to compile a Triton kernel of the module that Inductor is generating, on a thread of this process.
@@ -106,7 +110,7 @@ def compile_early(name: str, source: str) -> None:
     from torch._inductor.virtualized import V
 
     threads = async_compile.get_compile_threads()
-    if threads <= 1 or async_compile.AsyncCompile.use_process_pool():
+    if not THREADS_MAY_PARSE or threads <= 1 or async_compile.AsyncCompile.use_process_pool():
         return
     lines = IndentedBuffer()
     lines.splice(source, strip=True)

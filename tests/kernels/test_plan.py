@@ -67,16 +67,21 @@ def check_even(plan, rows, n, k):
 
 
 @many
-@given(**shapes)
-def test_reduce_scatter(world, rows, n, k, dtype, device):
-    plan = mm_rs.plan(world * rows, n, k, world, dtype, inner=rows, reduce_op="sum", bias_dims=0, device=device, small=False)
+@given(**shapes, staged=st.sampled_from([None, True, False]))
+def test_reduce_scatter(world, rows, n, k, dtype, device, staged):
+    problem = (world * rows, n, k, world, dtype)
+    plan = mm_rs.plan(*problem, inner=rows, reduce_op="sum", bias_dims=0, device=device, small=False, staged=staged)
     c = plan.constants
     check_even(plan, rows, n, k)
     tile_elements = c["BLOCK_M"] * c["BLOCK_N"]
     tiles = cdiv(rows, c["BLOCK_M"]) * cdiv(n, c["BLOCK_N"])
     indices = [tile * (world - 1) + distance for tile in range(tiles) for distance in range(world - 1)]
-    check_slots(plan, [(index * tile_elements, tile_elements) for index in indices], indices, dtype.itemsize)
+    slots = [(index * tile_elements, tile_elements) for index in indices]
+    if c["SLICE"]:
+        slots += [(c["STAGED"] + program * tile_elements, tile_elements) for program in range(plan.programs)]
+    check_slots(plan, slots, indices, dtype.itemsize)
     assert tiles >= 1 and 1 <= c["S"] <= tiles  # so every rank waits for every peer
+    assert tile_elements % max(1, c["SLICE"]) == 0 and (staged is None or bool(c["SLICE"]) == staged)
 
 
 @many
@@ -212,7 +217,7 @@ def test_what_ranks_share_does_not_depend_on_what_they_do_not(world, rows, n, k,
         return mm_rs.plan(world * rows, n, depth, world, dtype, inner=rows, reduce_op="sum", bias_dims=0, device=device, tma=form)
 
     for plan in (reduced, scattered):
-        local = ("BLOCK_K", "EVEN", "TMA", "B_ROWS")
+        local = ("BLOCK_K", "EVEN", "TMA", "B_ROWS", "SLICE")
         assert shared(plan(k), *local) == shared(plan(max(1, other), tma), *local)
         assert {"BLOCK_M", "BLOCK_N", "SIGNATURE"} <= shared(plan(k), *local)[3].keys()
 

@@ -198,10 +198,19 @@ def rounds_of(p, rounds, s, copies=False):
 
 
 @kernel_maker
-def reduce_scatter(tiles, s=1, size=1):
+def reduce_scatter(tiles, s=1, size=1, staged=False):
     def kernel(p):
         order = rounds_of(p, -(-tiles // s), s)
+        stage = tiles * (p.world - 1) + p.pid
         owed = None
+
+        def pay():
+            owner, index, tile = owed
+            if staged:
+                yield from p.load(stage, ("rs", p.me, owner, tile), size)
+                yield from p.store(owner, index, ("rs", p.me, owner, tile), size)
+            yield from p.notify(owner, index)
+
         claim = yield from p.first_claim()
         while claim < len(order):
             round, place, _ = order[claim]
@@ -209,14 +218,15 @@ def reduce_scatter(tiles, s=1, size=1):
             if tile < tiles:
                 yield  # the product
                 if owed and (owner != p.me or p.keeps(PAY_BEFORE_WAIT)):
-                    yield from p.notify(*owed)
+                    yield from pay()
                     owed = None
                 if owner != p.me:
                     index = tile * (p.world - 1) + (owner - p.me) % p.world - 1
                     if not p.keeps(DATA_FIRST):
                         yield from p.notify(owner, index)
-                    yield from p.store(owner, index, ("rs", p.me, owner, tile), size)
-                    owed = (owner, index)
+                    at = (p.me, stage) if staged else (owner, index)
+                    yield from p.store(*at, ("rs", p.me, owner, tile), size)
+                    owed = (owner, index, tile)
                 else:
                     first = tile * (p.world - 1)
                     yield from p.wait_peers(first)
@@ -224,7 +234,7 @@ def reduce_scatter(tiles, s=1, size=1):
                         yield from p.load(first + p.world - 1 - i, ("rs", (p.me + i) % p.world, p.me, tile), size)
             claim = yield from p.claim()
         if owed and p.keeps(PAY_BEFORE_LEAVE):
-            yield from p.notify(*owed)
+            yield from pay()
 
     return kernel
 
@@ -486,6 +496,7 @@ RESIDENT = [(1, 1), (3, 1), (3, 3)]  # programs, and how many run at a time
 SEQUENCES = {
     "reduce_scatter": [reduce_scatter(1)] * 4,
     "reduce_scatter of two sizes": [reduce_scatter(2, s=2), reduce_scatter(1, size=3), reduce_scatter(3, s=2)] * 2,
+    "reduce_scatter, staged": [reduce_scatter(3, staged=True), reduce_scatter(5, s=2, staged=True, size=2)] * 2,
     "reduce_scatter in rounds": [reduce_scatter(2, s=2), reduce_scatter(5, s=2)] * 2,
     "one-shot all_reduce": [one_shot(3), one_shot(1)] * 2,
     "two-shot all_reduce, a tile a rank": [two_shot(4)] * 4,
@@ -519,7 +530,7 @@ def any_kernel(pick, world):
     columns = tuple(pick.randint(0, 2) for _ in range(world))
     return pick.choice(
         [
-            reduce_scatter(tiles, s, size),
+            reduce_scatter(tiles, s, size, staged=gather),
             one_shot(tiles, size),
             two_shot(max(tiles, world), 1, size),
             two_shot(max(tiles, world * s), s, size),
@@ -544,10 +555,12 @@ def test_no_sequence_of_kernels_races_or_hangs(world):
 BROKEN = [
     (ROTATION, Race, 2, [reduce_scatter(1)] * 4, 1, 1),
     (ROTATION, Race, 3, [reduce_scatter(2)] * 4, 2, 2),
+    (ROTATION, Race, 2, [reduce_scatter(2, staged=True)] * 4, 1, 1),
     (ROTATION, Race, 2, [one_shot(1)] * 4, 1, 1),
     (ROTATION, Race, 2, [two_shot(2), reduce_scatter(3)] * 2, 2, 2),  # two-shot alone has everybody's sums before it ends
     (ROTATION, Race, 2, [all_gather(1, 2)] * 4, 1, 1),
     (DATA_FIRST, Race, 2, [reduce_scatter(1)], 1, 1),
+    (DATA_FIRST, Race, 2, [reduce_scatter(2, staged=True)], 1, 1),
     (DATA_FIRST, Race, 2, [one_shot(1)], 1, 1),
     (DATA_FIRST, Race, 2, [two_shot(2)], 1, 1),
     (DATA_FIRST, Race, 2, [all_gather(1, 1)], 1, 1),
@@ -569,6 +582,7 @@ BROKEN = [
     (PAY_BEFORE_WAIT, Deadlock, 4, [reduce_scatter(2, s=2)], 1, 1),
     (PAY_BEFORE_WAIT, Deadlock, 2, [two_shot(2)], 1, 1),
     (PAY_BEFORE_LEAVE, Deadlock, 2, [reduce_scatter(1)], 3, 3),
+    (PAY_BEFORE_LEAVE, Deadlock, 2, [reduce_scatter(2, staged=True)], 3, 3),
     (PAY_BEFORE_LEAVE, Deadlock, 2, [two_shot(2)], 3, 3),
     (SEND_FIRST, Deadlock, 2, [reduce_scatter(1)], 3, 1),
     (SEND_FIRST, Deadlock, 2, [one_shot(1)], 3, 1),
@@ -597,7 +611,10 @@ def test_the_model_needs_every_rule(rule, error, world, kernels, programs, resid
 
 
 # Not two-shot: who has ended a launch has everybody's sums, so that all have read their slots.
-@pytest.mark.parametrize("kernel", [reduce_scatter(1), one_shot(1), all_gather(1, 2), all_gather_small(1, 2), reduce_scatter_small(1, 1)])
+@pytest.mark.parametrize(
+    "kernel",
+    [reduce_scatter(1), reduce_scatter(2, staged=True), one_shot(1), all_gather(1, 2), all_gather_small(1, 2), reduce_scatter_small(1, 1)],
+)
 def test_launches_behind_one_that_gave_up_disturb_nobody(kernel):
     """Rank 2 has ended after launch 1, so rank 0 is told to give up in launch 2, and launch 3 is queued there. Rank 1 may still be in
     launch 1, for which it has or gets all that it needs, and which uses the half that launch 3 would write into."""

@@ -35,9 +35,10 @@ class Case:
     layout: str = "plain"
     dtype: torch.dtype = torch.float32
     two_shot: bool = False
+    staged: bool = False
 
     def __str__(self) -> str:
-        details = [self.reduce_op] * (self.op != AG) + ["bias"] * any(self.biases) + ["two_shot"] * self.two_shot
+        details = [self.reduce_op] * (self.op != AG) + ["bias"] * any(self.biases) + ["two_shot"] * self.two_shot + ["staged"] * self.staged
         return "-".join([self.op, "x".join(map(str, self.shape)), f"dim{self.dim}", self.layout, *details])
 
 
@@ -56,6 +57,8 @@ CASES = [
     Case(RS, (2, 16, 64), (128,), dim=-3, layout="offset"),
     Case(RS, (2, 9, 40), (24,), dim=1, reduce_op="avg", layout="expanded"),
     Case(RS, (2, 3, 300), (100,), dim=1, biases=(True,)),  # few rows
+    Case(RS, (200, 70), (150,), biases=(True,), staged=True),
+    Case(RS, (3, 50, 1100), (80,), dim=1, reduce_op="avg", layout="transposed", staged=True),
     Case(AR, (37, 70), (45,), biases=(True,), reduce_op="avg"),
     Case(AR, (3, 10, 48), (80,), layout="transposed"),
     Case(AR, (2, 3, 5, 33), (64,), biases=(True,), layout="strided"),
@@ -90,6 +93,11 @@ def call(case: Case, x, weights, biases, group: str) -> list[torch.Tensor]:
         products, gathered = ops.all_gather_matmul(x, weights, case.dim, group, bias=biases, return_gathered=len(weights) > 1)
         return [*products, gathered] if gathered is not None else products
     bias = biases[0] if biases else None
+    if case.staged:  # the CPU never chooses it itself
+        rows, world = x.reshape(-1, x.shape[-1]), dist.get_world_size()
+        inner = mm_rs.inner_rows(x.shape, case.dim, world)
+        out = mm_rs.run(rows, weights[0], inner, case.reduce_op, group, world, bias, small=False, staged=True)
+        return [out.view(*x.shape[: case.dim], x.shape[case.dim] // world, *x.shape[case.dim + 1 : -1], out.shape[-1])]
     if case.op == RS:
         return [ops.matmul_reduce_scatter(x, weights[0], case.dim, case.reduce_op, group, bias=bias)]
     limit = mm_ar.TWO_SHOT_BYTES

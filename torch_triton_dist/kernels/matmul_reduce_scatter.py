@@ -14,7 +14,8 @@ Protocol, in rounds of W*S tiles, S for each rank as their owner
     a round ago.
 
 A program raises the flag of a tile when it has computed its next one: by then the stores have arrived, and the release
-has nothing to wait for. It owes one flag at most, and pays before it waits or ends.
+has nothing to wait for. It owes one flag at most, and pays before it waits or ends. When programs have several large tiles, a product is
+staged in the own heap (a place for each program), and sent while the next one is computed, a slice in each step over K.
 
 Example: W=2, x [8, K], BLOCK_M=2: R=4, T=2 (one tile in N), S=1. Rank 0 claims: send 0 (rows 4-5, for rank 1, into slot [0][0] there),
 send 1 (rows 6-7, slot [1][0]), sum 0 (rows 0-1 plus slot [0][0] from rank 1), sum 1 (rows 2-3 plus slot [1][0]).
@@ -38,7 +39,18 @@ import torch
 
 from . import matmul_reduce_scatter_small
 from .template import Plan, align, cdiv, grid_programs, input_precision, launch, triton_dtype
-from .tiles import PROCESSORS, TMA_ROWS, Tile, choose_tile, share_of_round, tma_form_of
+from .tiles import (
+    PROCESSORS,
+    STAGES,
+    TMA_ROWS,
+    Tile,
+    choose_tile,
+    share_of_round,
+    slice_of,
+    tma_form_of,
+    wide_tile,
+    wide_tile_pays,
+)
 
 NAME = "matmul_reduce_scatter"
 KERNEL_ID = 2
@@ -69,6 +81,9 @@ SOURCE = r"""
 
     owed = -1  # flag that this program has to raise yet, and where
     debtor = 0
+{% if SLICE %}
+    stage = slots + STAGED + tl.program_id(0).to(tl.int64) * (BLOCK_M * BLOCK_N)  # the product that goes with the flag
+{% endif %}
     while claim < rounds * WORLD * S:
         round, place = reduce_scatter_step(claim, rounds, S, WORLD)
         owner = (me + 1 + place // S) % WORLD
@@ -86,15 +101,21 @@ SOURCE = r"""
             rows = owner * R + idx_m
             first_row = owner * R + tile_m * BLOCK_M
 {% endif %}
+{% if SLICE %}
+            target = dl.symm_at(slots, debtor, alignment=16, ctx=CTX) + tl.maximum(owed, 0).to(tl.int64) * (BLOCK_M * BLOCK_N)
+            left = tl.where(owed >= 0, BLOCK_M * BLOCK_N, 0)
+{% endif %}
 {% if TMA %}
             product = matmul_tile_tma(
-                a_desc, b_desc, first_row, tile_n * BLOCK_N, K, BLOCK_M, BLOCK_N, BLOCK_K, B_ROWS, INPUT_PRECISION
+                a_desc, b_desc, first_row, tile_n * BLOCK_N, K, BLOCK_M, BLOCK_N, BLOCK_K, B_ROWS, INPUT_PRECISION,
+                {{"stage, target, left, SLICE," if SLICE else ""}}
             )
 {% else %}
             product = matmul_tile(
                 A, B, rows, cols, row_mask, col_mask, K,
                 {{stride("A", 0)}}, {{stride("A", 1)}}, {{stride("B", 0)}}, {{stride("B", 1)}},
                 BLOCK_M, BLOCK_N, BLOCK_K, EVEN, INPUT_PRECISION,
+                {{"stage, target, left, SLICE," if SLICE else ""}}
             )
 {% endif %}
 {% if BIAS_DIMS == 1 %}
@@ -109,8 +130,13 @@ SOURCE = r"""
             mask = row_mask[:, None] & col_mask[None, :]
             if owner != me:
                 index = tile * (WORLD - 1) + (owner + WORLD - me) % WORLD - 1
+{% if SLICE %}
+                tl.store(stage + in_tile, product.to(DTYPE))
+                tl.debug_barrier()  # threads load what others have stored
+{% else %}
                 remote = dl.symm_at(slots, owner, alignment=16, ctx=CTX) + index.to(tl.int64) * (BLOCK_M * BLOCK_N)
                 tl.store(remote + in_tile, product.to(DTYPE), mask=mask)
+{% endif %}
                 owed = index
                 debtor = owner
             else:
@@ -124,6 +150,10 @@ SOURCE = r"""
                 {{store_output(("out_m", "out_n"), "total", "mask", indent_width=16, val_shape=("BLOCK_M", "BLOCK_N"))}}
         claim = dl.claim(ctx=CTX)
     if owed >= 0:
+{% if SLICE %}
+        target = dl.symm_at(slots, debtor, alignment=16, ctx=CTX) + owed.to(tl.int64) * (BLOCK_M * BLOCK_N)
+        copy(stage, target, 0, BLOCK_M * BLOCK_N, SLICE)
+{% endif %}
         dl.notify(flags + owed, debtor, signal=stamp, ctx=CTX)
     dl.leave(ctx=CTX)
 """
@@ -148,10 +178,11 @@ def plan(
     tma: str = "",
     tile: Tile | None = None,
     small: bool | None = None,
+    staged: bool | None = None,
 ) -> Plan:
     """Plan for x [m, k] @ weight [k, n] (k per rank) over `world` ranks; inner: rows of x that follow each other in a shard; tma: see
     `tma_form`; tile: another one than `choose_tile`'s, the same on all ranks; small: whether it is a plan for
-    `matmul_reduce_scatter_small` (None: by the rows)."""
+    `matmul_reduce_scatter_small` (None: by the rows); staged: whether products are staged (None: by the tiles)."""
     rows = m // world
     if small is None:
         small = m <= SMALL_ROWS.get(device.type, 256)
@@ -159,14 +190,22 @@ def plan(
         return matmul_reduce_scatter_small.plan(
             m, n, k, world, dtype, inner=inner, reduce_op=reduce_op, bias_dims=bias_dims, device=device, tile=tile
         )
-    tile = tile or choose_tile(m, rows, n, k, dtype, device.type, wide=256 if rows > 32 else 128)
+    if tile is None:
+        tile = choose_tile(m, rows, n, k, dtype, device.type, wide=256 if rows > 32 else 128)
+        if tile.m == 128 and dtype.itemsize == 2 and m >= 1024 and wide_tile_pays(m, n):
+            tile = wide_tile(k)
     if tile.m < TMA_ROWS or (inner != rows and inner % tile.m):  # the rows of a tile do not follow each other in x
         tma = ""
     tiles = cdiv(rows, tile.m) * cdiv(n, tile.n)
-    # A round for each tile of a processor keeps the link busy from start to end; large problems have time enough to send, and lose less
-    # cache to a single round.
-    share = share_of_round(tiles, world, PROCESSORS if world * tiles <= 8 * PROCESSORS else world * tiles)
+    if staged is None:
+        staged = tile.n == 256 and world * tiles > PROCESSORS
+    # A round for each tile of a processor, or for two when products are staged, keeps the link busy from start to end; large problems have
+    # time enough to send, and lose less cache to a single round.
+    share = share_of_round(tiles, world, PROCESSORS * (1 + staged) if world * tiles <= 8 * PROCESSORS else world * tiles)
     programs = grid_programs(world * tiles, device.type, device.index)
+    if staged:
+        programs = min(programs, STAGES)
+    slots = (world - 1) * tiles
     constants = {
         "WORLD": world,
         "BLOCK_M": tile.m,
@@ -178,6 +217,8 @@ def plan(
         "TMA": bool(tma),
         "B_ROWS": tma == "rows",
         "S": share,
+        "SLICE": slice_of(tile, k) if staged else 0,
+        "STAGED": slots * tile.m * tile.n,
         "BIAS_DIMS": bias_dims,
         "SCALE": 1.0 / world if reduce_op == "avg" else 1.0,
         "DTYPE": triton_dtype(dtype),
@@ -186,8 +227,8 @@ def plan(
     }
     return Plan(
         kernel=NAME,
-        nbytes=align((world - 1) * tiles * tile.m * tile.n * dtype.itemsize),
-        nflags=(world - 1) * tiles,
+        nbytes=align((slots + (STAGES if staged else 0)) * tile.m * tile.n * dtype.itemsize),
+        nflags=slots,
         programs=programs,
         constants=constants,
         num_warps=tile.num_warps,
@@ -211,6 +252,7 @@ def run(
     bias: torch.Tensor | None,
     tile: Tile | None = None,
     small: bool | None = None,
+    staged: bool | None = None,
 ) -> torch.Tensor:
     """Eager launch. x [M, K], weight [K, N], bias [N] or [M, N] or None; returns the rows of this rank, [M / world, N]."""
     (m, k), n = x.shape, weight.shape[1]
@@ -227,6 +269,7 @@ def run(
         tma=tma_form_of(x, weight),
         tile=tile,
         small=small,
+        staged=staged,
     )
     out = x.new_empty((m // world, n))
     tensors = {"A": x, "B": weight, "OUT": out}

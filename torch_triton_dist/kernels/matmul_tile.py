@@ -7,6 +7,14 @@ import triton.language as tl
 
 
 @triton.jit
+def copy(source, target, start, end, SLICE: tl.constexpr):
+    """Copies elements start .. end - 1 from `source` to `target`, SLICE at a time."""
+    for first in range(start, end, SLICE):
+        lane = first + tl.arange(0, SLICE)
+        tl.store(target + lane, tl.load(source + lane, mask=lane < end, cache_modifier=".cg"), mask=lane < end)
+
+
+@triton.jit
 def matmul_tile(
     a,
     b,
@@ -24,8 +32,12 @@ def matmul_tile(
     BLOCK_K: tl.constexpr,
     EVEN: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
+    source=None,
+    target=None,
+    left=0,
+    SLICE: tl.constexpr = 0,
 ):
-    """fp32 [BLOCK_M, BLOCK_N] = a[rows, :] @ b[:, cols].
+    """fp32 [BLOCK_M, BLOCK_N] = a[rows, :] @ b[:, cols]. With SLICE, copies elements meanwhile, as `matmul_tile_tma` does.
 
     a: [*, K] and b: [K, *] of one dtype, any strides (in elements). rows: [BLOCK_M], cols: [BLOCK_N] indices; where row_mask or
     col_mask is False the result is 0 and nothing is read. EVEN promises that both masks are all True and BLOCK_K divides K.
@@ -35,6 +47,9 @@ def matmul_tile(
     a_ptrs = a + rows.to(tl.int64)[:, None] * stride_am + ks[None, :] * stride_ak
     b_ptrs = b + ks[:, None] * stride_bk + cols.to(tl.int64)[None, :] * stride_bn
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    if SLICE:
+        lane = tl.arange(0, SLICE)
+        piece = tl.load(source + lane, mask=lane < left, cache_modifier=".cg")
     for k in range(0, tl.cdiv(K, BLOCK_K)):
         if EVEN:
             a_tile = tl.load(a_ptrs)
@@ -46,6 +61,12 @@ def matmul_tile(
         acc = tl.dot(a_tile, b_tile, acc, input_precision=INPUT_PRECISION)
         a_ptrs += BLOCK_K * stride_ak
         b_ptrs += BLOCK_K * stride_bk
+        if SLICE:
+            tl.store(target + lane, piece, mask=lane < left)
+            lane += SLICE
+            piece = tl.load(source + lane, mask=lane < left, cache_modifier=".cg")
+    if SLICE:
+        copy(source, target, tl.cdiv(K, BLOCK_K) * SLICE, left, SLICE)
     return acc
 
 
@@ -61,12 +82,22 @@ def matmul_tile_tma(
     BLOCK_K: tl.constexpr,
     B_ROWS: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
+    source=None,
+    target=None,
+    left=0,
+    SLICE: tl.constexpr = 0,
 ):
     """fp32 [BLOCK_M, BLOCK_N] = A[row : row + BLOCK_M, :] @ B[:, col : col + BLOCK_N], loaded by the tensor memory accelerator.
+
+    With SLICE, copies `left` elements from `source` to `target` meanwhile, SLICE of them in each step over K, and the rest at the end:
+    programs that all store a whole tile at once wait for the link, those that feed it a little in each step do not.
 
     a: descriptor of A [*, K]; b: descriptor of B [K, N] (B_ROWS) or of its transpose. What lies outside of A and B counts as 0.
     `row` may carry a token, as the pointers of `matmul_tile`."""
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    if SLICE:
+        lane = tl.arange(0, SLICE)
+        piece = tl.load(source + lane, mask=lane < left, cache_modifier=".cg")
     for k in range(0, K, BLOCK_K):
         a_tile = a.load([row, k])
         if B_ROWS:
@@ -74,6 +105,12 @@ def matmul_tile_tma(
         else:
             b_tile = b.load([col, k]).T
         acc = tl.dot(a_tile, b_tile, acc, input_precision=INPUT_PRECISION)
+        if SLICE:
+            tl.store(target + lane, piece, mask=lane < left)
+            lane += SLICE
+            piece = tl.load(source + lane, mask=lane < left, cache_modifier=".cg")
+    if SLICE:
+        copy(source, target, tl.cdiv(K, BLOCK_K) * SLICE, left, SLICE)
     return acc
 
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 PROCESSORS = 132  # of a large GPU; not the number here, because what follows from it has to be the same on all ranks
+STAGES = 192  # programs that stage what they send, at most
 TMA_ROWS = 64  # rows of a tile from which on making descriptors, some 2 us a program, pays
 TMA_BYTES = 16  # alignment of addresses and strides that the tensor memory accelerator asks for
 
@@ -79,6 +80,13 @@ def wide_tile_pays(m: int, n: int) -> bool:
     """Whether tiles of 128 x 256 multiply [m, n] sooner than those of 128 x 128, which take 0.67 of the time of a wide one."""
     wide, narrow = (-(-(-(-m // 128) * -(-n // width)) // PROCESSORS) for width in (256, 128))
     return 1.5 * wide <= narrow
+
+
+def slice_of(tile: Tile, k: int) -> int:
+    """Elements of a staged tile to be sent in each step over the depth k: all of it in as many steps as there are, if that is not too many
+    for the registers."""
+    size = tile.m * tile.n
+    return power_of_two(-(-size // max(1, k // tile.k)), min(32 * tile.num_warps, size), min(4096, size))
 
 
 def share_of_round(tiles: int, world: int, size: int) -> int:

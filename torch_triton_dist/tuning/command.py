@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import math
 import os
 import statistics
 import sys
@@ -133,9 +132,6 @@ def summary(table: Table) -> str:
             everything += [row.ratio for row in rows]
             words = "  ".join(f"{m}: {ratio:.2f}{'' if m in fused else ' (no)'}" for m, ratio in ratios.items())
             lines.append(f"  {op:22} width {width:5}, rows  {words}")
-    lines.append(f"geometric mean of unfused / fused: {mean(everything)} over all shapes, {mean(chosen)} over the {len(chosen)} that will be fused")
-    return "\n".join(lines)
-
-
-def mean(ratios: list[float]) -> str:
-    return format(statistics.geometric_mean(ratios) if ratios else math.nan, ".3f")
+    words = f"{statistics.geometric_mean(everything):.3f} over all shapes"
+    words += f", {statistics.geometric_mean(chosen):.3f} over the {len(chosen)} where it will fuse" if chosen else ", no shape will be fused"
+    return "\n".join([*lines, f"geometric mean of unfused / fused: {words}"])

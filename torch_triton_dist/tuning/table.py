@@ -141,7 +141,7 @@ def cache_folder() -> Path:
     return Path(base if os.path.isabs(base) else os.path.expanduser("~/.cache"), "torch_triton_dist").absolute()
 
 
-def parse(text: str, where: str) -> Table:
+def parse(text: str | bytes, where: str) -> Table:
     """The table in the text of a file. where: the file, for errors.
 
     Raises:
@@ -149,7 +149,7 @@ def parse(text: str, where: str) -> Table:
     """
     try:
         contents = json.loads(text)
-    except ValueError as error:
+    except ValueError as error:  # of the decoder of bytes, too
         raise TableError(f"{where} is not JSON: {error}") from None
     if not isinstance(contents, dict) or contents.get("format") != FORMAT:
         raise TableError(f"{where} is not a table of format {FORMAT}")
@@ -162,7 +162,10 @@ def parse(text: str, where: str) -> Table:
     rows = contents.get("rows")
     if not isinstance(rows, list) or not rows:
         raise TableError(f"{where} has no rows")
-    return Table(**{name: contents[name] for name in _FIELDS}, link_gb_s=link, rows=tuple(_row(row, where) for row in rows))
+    read = tuple(_row(row, where) for row in rows)
+    if len({(row.op, row.m, row.k, row.n) for row in read}) < len(read):
+        raise TableError(f"{where} has a shape twice")
+    return Table(**{name: contents[name] for name in _FIELDS}, link_gb_s=link, rows=read)
 
 
 def _row(contents: Any, where: str) -> Row:
@@ -210,13 +213,13 @@ def users(device: str, world: int, bits: int, torch: str, triton: str) -> Table 
     """This user's table of a key. One that cannot be used is named in the log, and None."""
     path = cache_folder() / file_name(device, world, bits, torch, triton)
     try:
-        table = parse(path.read_text(encoding="utf-8"), str(path))
+        table = parse(path.read_bytes(), str(path))
         if table.name != path.name or table.device != device:
             raise TableError(f"{path} holds the table of {table}")
         return table
     except FileNotFoundError:
         return None
-    except (OSError, UnicodeDecodeError, TableError) as error:
+    except (OSError, TableError) as error:
         log.warning("a table of measured times cannot be used: %s. Delete it, or write it again with `%s`", error, TUNE)
         return None
 

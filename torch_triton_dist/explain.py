@@ -32,7 +32,7 @@ class Explanation:
             lines.append(f"  {decision.node}: {self._outcome(decision)}")
             lines += [textwrap.indent(text, " " * 6) for text in (decision.detail, decision.times) if text]
         tables = sorted({decision.table for decision in self.decisions if decision.table})
-        lines += ["decided by measured times", *(f"  {table}" for table in tables)] if tables else []
+        lines += ["table of measured times", *(f"  {table}" for table in tables)] if tables else []
         return "\n".join(lines)
 
     @staticmethod

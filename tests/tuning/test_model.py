@@ -24,7 +24,8 @@ def errors(table: Table) -> tuple[list[float], list[float]]:
     found: tuple[list[float], list[float]] = ([], [])
     for row in table.rows:
         others = dataclasses.replace(table, rows=tuple(other for other in table.rows if other is not row))
-        for times, predicted, measured in zip(found, predict(others, row.op, row.m, row.k, row.n), (row.fused_us, row.unfused_us), strict=True):
+        both = predict(others, row.op, row.m, row.k, row.n)
+        for times, predicted, measured in zip(found, both, (row.fused_us, row.unfused_us), strict=True):
             times.append(abs(math.log(predicted / measured)))
     return found
 

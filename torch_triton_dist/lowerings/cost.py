@@ -15,7 +15,7 @@ import torch
 from ..tuning.model import predict
 from ..tuning.table import GATHER, Found, Table, find
 
-NOT_WORTH_IT = "not worth fusing: the fused kernel was not measured to be faster at this size"
+NOT_WORTH_IT = "not worth fusing: not measured to be faster at this number of rows, whatever the local sizes are"
 NO_TABLE = "no table of measured times for this device, number of ranks and dtype: python -m torch_triton_dist tune makes one"
 
 # Fused kernels have to win by this factor. The medians of two runs differ by some percent, and a fused kernel takes longer to compile.

@@ -132,6 +132,6 @@ def summary(table: Table) -> str:
             everything += [row.ratio for row in rows]
             words = "  ".join(f"{m}: {ratio:.2f}{'' if m in fused else ' (no)'}" for m, ratio in ratios.items())
             lines.append(f"  {op:22} width {width:5}, rows  {words}")
-    words = f"{statistics.geometric_mean(everything):.3f} over all shapes"
-    words += f", {statistics.geometric_mean(chosen):.3f} over the {len(chosen)} where it will fuse" if chosen else ", no shape will be fused"
-    return "\n".join([*lines, f"geometric mean of unfused / fused: {words}"])
+    where = f"{statistics.geometric_mean(chosen):.3f} over the {len(chosen)} that are fused" if chosen else "none of them is fused"
+    lines.append(f"geometric mean of unfused / fused: {statistics.geometric_mean(everything):.3f} over all shapes, {where}")
+    return "\n".join(lines)

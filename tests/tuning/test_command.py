@@ -26,7 +26,8 @@ def test_quick_run_writes_a_table(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     table = parse(path.read_text(encoding="utf-8"), str(path))
     assert (table.device, table.world, table.dtype, table.link_gb_s) == ("CPU", 2, "float32", None)
-    assert {(row.op, row.m, row.k, row.n) for row in table.rows} == {(case.op, case.m, case.k, case.n) for case in gate_grid("cpu", 2, True)}
+    grid = {(case.op, case.m, case.k, case.n) for case in gate_grid("cpu", 2, quick=True)}
+    assert {(row.op, row.m, row.k, row.n) for row in table.rows} == grid
     assert "tune --device=cpu --nproc=2" in table.source
     assert "[ 1/6]" in done.stdout and "[ 6/6]" in done.stdout  # progress
     assert summary(table) in done.stdout and f"written: {path}" in done.stdout

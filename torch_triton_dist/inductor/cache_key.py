@@ -1,6 +1,6 @@
 """The part of Inductor's cache key that is ours.
 
-Inductor's key knows nothing of our templates, of our flags, of the tables of measured times that decide, or of the size of a group: the graph
+Inductor's key knows nothing of our templates, of our flags, of the tables that decide, or of the size of a group: the graph
 `mm -> all_reduce` compiled by 2 ranks would be found by 4. It must not depend on the rank: all ranks of a job share what they compile.
 """
 

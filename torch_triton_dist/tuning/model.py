@@ -8,8 +8,9 @@ rates of this machine:
     fused:   floor + max(matmul, wire)      at the same time
 
 floor is the smallest time in the table: launches, and a round of flags. The rate of the link is in the table; the others are the best
-that any of its rows reaches. The factor of a shape is the weighted geometric mean of those of the nearest measured shapes of the op.
-Outside of what was measured the bound grows as it has to, and the factor stays that of the edge.
+that any of its rows reaches. The logarithm of the factor is interpolated along log(M) in each series (rows of equal K and N); that of a shape
+is the mean over the nearest series, weighted by how near they are. Outside of what was measured the bound grows as it has to, and the
+factor stays that of the edge.
 
 An example with two rows, on 2 ranks with a link of 100 GB/s:
 
@@ -20,8 +21,8 @@ An example with two rows, on 2 ranks with a link of 100 GB/s:
 [42949673, 104858, 100000]
 >>> [round(bound, 1) for bound in rates.bounds("matmul_all_reduce", 4096, 1024, 1024)]      # 10 + max(200, 83.9), 20 + 200 + 83.9
 [210.0, 303.9]
->>> [round(time, 1) for time in predict(table, "matmul_all_reduce", 8192, 1024, 1024)]      # nearly twice
-[194.8, 386.2]
+>>> [round(time, 1) for time in predict(table, "matmul_all_reduce", 8192, 1024, 1024)]      # 100 * 410 / 210, ...
+[195.2, 386.8]
 """
 
 from __future__ import annotations
@@ -32,9 +33,8 @@ from dataclasses import dataclass
 
 from .table import BITS, GATHER, Row, Table
 
-NEAREST = 4  # measured shapes that count
-# A factor in M is half as far as one in K or N: the bound follows M better, because M changes all parts of it alike.
-SCALE_OF_M = 0.5
+NEAREST = 2  # series that count
+SCALE_OF_M = 0.5  # of a distance in log(M), against one in log(K) or log(N): with it shapes left out are predicted best
 
 
 @dataclass(frozen=True)
@@ -84,22 +84,33 @@ def predict(table: Table, op: str, m: int, k: int, n: int) -> tuple[float, float
     rates, measured = Rates.of(table), [row for row in table.rows if row.op == op]
     if not measured:
         raise ValueError(f"no row of {op} was measured")
-    rows = [row for row in measured if (row.m, row.k, row.n) != (m, k, n)]
-    if not rows:
-        return measured[0].fused_us, measured[0].unfused_us
+    series: dict[tuple[int, int], list[Row]] = {}
+    for row in measured:
+        if (row.m, row.k, row.n) != (m, k, n) or len(measured) == 1:
+            series.setdefault((row.k, row.n), []).append(row)
+    near = sorted((_at(rows, m, k, n, rates) for rows in series.values()), key=lambda item: item[0])[:NEAREST]
+    weights = [1 / max(distance, 1e-9) for distance, _ in near]
+    fused, unfused = (
+        bound * math.exp(sum(weight * factors[index] for weight, (_, factors) in zip(weights, near, strict=True)) / sum(weights))
+        for index, bound in enumerate(rates.bounds(op, m, k, n))
+    )
+    return fused, unfused
 
-    def distance(row: Row) -> float:
-        """Squared."""
-        return (SCALE_OF_M * math.log(row.m / m)) ** 2 + math.log(row.k / k) ** 2 + math.log(row.n / n) ** 2
 
-    near = sorted(rows, key=distance)[:NEAREST]
-    weights = [1 / distance(row) for row in near]
-    bounds = [rates.bounds(op, row.m, row.k, row.n) for row in near]
-    here = rates.bounds(op, m, k, n)
+def _at(rows: list[Row], m: int, k: int, n: int, rates: Rates) -> tuple[float, tuple[float, float]]:
+    """What one series, rows of equal k and n, says about a shape: how far it is from it (squared), and the logarithms of the factors of fused
+    and unfused at m: linear in log(m) between its rows, and constant outside."""
+    below = max((row for row in rows if row.m <= m), key=lambda row: row.m, default=None)
+    above = min((row for row in rows if row.m >= m), key=lambda row: row.m, default=None)
+    first, last = below or above, above or below
+    assert first is not None and last is not None  # a series has a row
+    part = math.log(m / first.m) / math.log(last.m / first.m) if first.m < last.m else 0.0
+    away = SCALE_OF_M * min(abs(math.log(row.m / m)) for row in (first, last))
+    distance = away**2 + math.log(first.k / k) ** 2 + math.log(first.n / n) ** 2
+    (fused, unfused), (other_fused, other_unfused) = _factors(first, rates), _factors(last, rates)
+    return distance, ((1 - part) * fused + part * other_fused, (1 - part) * unfused + part * other_unfused)
 
-    def time(index: int) -> float:
-        factors = [math.log((row.fused_us, row.unfused_us)[index] / bound[index]) for row, bound in zip(near, bounds, strict=True)]
-        mean = sum(weight * factor for weight, factor in zip(weights, factors, strict=True)) / sum(weights)
-        return here[index] * math.exp(mean)
 
-    return time(0), time(1)
+def _factors(row: Row, rates: Rates) -> tuple[float, float]:
+    fused, unfused = rates.bounds(row.op, row.m, row.k, row.n)
+    return math.log(row.fused_us / fused), math.log(row.unfused_us / unfused)

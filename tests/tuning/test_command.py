@@ -7,11 +7,12 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from torch_triton_dist import doctor
 from torch_triton_dist.bench.cases import AG, AR, RS, gate_grid
 from torch_triton_dist.tuning.command import summary, table_of
-from torch_triton_dist.tuning.table import VARIABLE, Row, Table, find, parse
+from torch_triton_dist.tuning.table import VARIABLE, Found, Row, Table, find, parse
 
 
 def tune(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -31,6 +32,23 @@ def test_quick_run_writes_a_table(tmp_path):
     assert "tune --device=cpu --nproc=2" in table.source
     assert "[ 1/6]" in done.stdout and "[ 6/6]" in done.stdout  # progress
     assert summary(table) in done.stdout and f"written: {path}" in done.stdout
+
+
+@pytest.mark.gpu
+def test_a_table_of_two_gpus_decides(tmp_path, monkeypatch):
+    if torch.cuda.device_count() < 2:
+        pytest.skip(f"needs 2 GPUs, {torch.cuda.device_count()} are here")
+    done = tune("--nproc=2", "--quick", "--replays=5", f"--out={tmp_path}/quick.json")
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    table = parse((tmp_path / "quick.json").read_text(encoding="utf-8"), "quick.json")
+    assert len(table.rows) == len(gate_grid("cuda", 2, quick=True)) and (table.link_gb_s or 0) > 10
+    monkeypatch.setenv(VARIABLE, str(tmp_path))
+    (tmp_path / "quick.json").rename(tmp_path / table.name)
+    find.cache_clear()
+    try:
+        assert find(torch.cuda.get_device_name(0), 2, 16) == Found(16, table, "")
+    finally:
+        find.cache_clear()
 
 
 def test_a_wrong_kernel_is_no_table(tmp_path):

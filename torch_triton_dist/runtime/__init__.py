@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import logging
 import os
 import threading
 import weakref
@@ -34,6 +35,7 @@ _last: dict[str, SymmetricHeap] = {}  # group name -> heap of the last launch
 _reserved: dict[str, tuple[int, int]] = {}  # group name -> data bytes, flags, of the kernels that are known to come
 _incarnations: dict[tuple[str, str, tuple[int, ...]], int] = {}
 _lock = threading.RLock()
+log = logging.getLogger("torch_triton_dist.runtime")
 _watchdog = Watchdog()
 _forked = False
 _inherited: list[SymmetricHeap] = []
@@ -141,10 +143,14 @@ def same_table(group_name: str, table: str) -> None:
     Raises:
         DistributedKernelError: a rank decides by another table.
     """
-    if dist.get_backend(groups.resolve(group_name)) == "fake":
+    try:
+        if dist.get_backend(groups.resolve(group_name)) == "fake":
+            return
+        group = groups.find_group(group_name)
+        text = agreement.other_table(group, table)
+    except RuntimeError as error:  # no such group yet, or its store is gone: no reason to stop a job that may launch no kernel of ours
+        log.warning("the ranks of group %r cannot compare their tables of measured times (%s)", group_name, error)
         return
-    group = groups.find_group(group_name)
-    text = agreement.other_table(group, table)
     if text:
         raise _new_heap(_device_of(group), group_name).refuse(text)
 

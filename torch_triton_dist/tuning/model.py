@@ -8,9 +8,9 @@ rates of this machine:
     fused:   floor + max(matmul, wire)      at the same time
 
 floor is the smallest time in the table: launches, and a round of flags. The rate of the link is in the table; the others are the best
-that any of its rows reaches. The logarithm of the factor is interpolated along log(M) in each series (rows of equal K and N); that of a shape
-is the mean over the nearest series, weighted by how near they are. Outside of what was measured the bound grows as it has to, and the
-factor stays that of the edge.
+that any of its rows reaches. The logarithm of the factor is interpolated along log(M) in each series (rows of equal K and N); that of a
+shape is the mean over the nearest series, weighted by how near they are. Outside of what was measured the bound grows as it has to, and
+the factor stays that of the edge.
 
 An example with two rows, on 2 ranks with a link of 100 GB/s:
 
@@ -98,8 +98,8 @@ def predict(table: Table, op: str, m: int, k: int, n: int) -> tuple[float, float
 
 
 def _at(rows: list[Row], m: int, k: int, n: int, rates: Rates) -> tuple[float, tuple[float, float]]:
-    """What one series, rows of equal k and n, says about a shape: how far it is from it (squared), and the logarithms of the factors of fused
-    and unfused at m: linear in log(m) between its rows, and constant outside."""
+    """What one series, rows of equal k and n, says about a shape: how far it is from it (squared), and the logarithms of the factors of
+    fused and unfused at m: linear in log(m) between its rows, and constant outside."""
     below = max((row for row in rows if row.m <= m), key=lambda row: row.m, default=None)
     above = min((row for row in rows if row.m >= m), key=lambda row: row.m, default=None)
     first, last = below or above, above or below

@@ -38,7 +38,7 @@ def test_quick_run_writes_a_table(tmp_path):
 def test_a_table_of_two_gpus_decides(tmp_path, monkeypatch):
     if torch.cuda.device_count() < 2:
         pytest.skip(f"needs 2 GPUs, {torch.cuda.device_count()} are here")
-    done = tune("--nproc=2", "--quick", "--replays=5", f"--out={tmp_path}/quick.json")
+    done = tune("--nproc=2", "--quick", "--replays=5", f"--out={tmp_path}/quick.json", NCCL_NVLS_ENABLE="0")
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     table = parse((tmp_path / "quick.json").read_text(encoding="utf-8"), "quick.json")
     assert len(table.rows) == len(gate_grid("cuda", 2, quick=True)) and (table.link_gb_s or 0) > 10
@@ -84,7 +84,7 @@ def test_refuses(arguments, environment, says):
 def test_the_grid():
     for world in (2, 3, 4, 8):
         cases = gate_grid("cuda", world, quick=False)
-        assert len(set(cases)) == len(cases) <= 140
+        assert len(set(cases)) == len(cases) <= 150
         assert all(case.op == AR or case.m % world == 0 for case in cases)
         assert {case.m for case in cases if case.op == AR} >= {1, 4, 16, 8192}
         assert {case.k for case in cases if case.op == AG} == {case.n for case in cases if case.op == RS} == {4096, 8192}

@@ -44,10 +44,10 @@ TABLE = [
 ]
 
 # What the cost gate goes by (`tune`): rows, and for each width (the local size that all ranks have alike) the other sizes, a small one
-# and a large one of layers sharded over some ranks.
+# and a large one of layers sharded over some ranks. 384 is the last size of the all-gather's kernel for few rows.
 Grid = tuple[tuple[int, ...], dict[int, tuple[int, ...]]]
 GRID: dict[str, Grid] = {
-    "cuda": ((1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192), {4096: (1024, 7168), 8192: (2048, 7168)}),
+    "cuda": ((1, 4, 16, 64, 128, 256, 384, 512, 1024, 2048, 4096, 8192), {4096: (1024, 7168), 8192: (2048, 7168)}),
     "cpu": ((1, 8, 64), {64: (32, 128), 128: (32, 128)}),
 }
 QUICK_GRID: dict[str, Grid] = {"cuda": ((16, 256, 2048), {8192: (2048, 7168)}), "cpu": ((16,), {64: (32, 128)})}

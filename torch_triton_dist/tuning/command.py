@@ -134,4 +134,5 @@ def summary(table: Table) -> str:
             lines.append(f"  {op:22} width {width:5}, rows  {words}")
     where = f"{statistics.geometric_mean(chosen):.3f} over the {len(chosen)} that are fused" if chosen else "none of them is fused"
     lines.append(f"geometric mean of unfused / fused: {statistics.geometric_mean(everything):.3f} over all shapes, {where}")
+    lines += ["(on the CPU the table is for explain only: what can be fused is fused)"] if table.device == "CPU" else []
     return "\n".join(lines)

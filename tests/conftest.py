@@ -10,6 +10,14 @@ import torch
 from tests.ranks import RankPool
 
 
+@pytest.fixture(scope="session", autouse=True)
+def no_tables_of_the_user(tmp_path_factory) -> Iterator[None]:
+    """Tables that the user's own runs of `tune` have left do not decide in tests, nor in the processes they start."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCH_TRITON_DIST_CACHE_DIR", str(tmp_path_factory.mktemp("tables")))
+        yield
+
+
 @pytest.fixture(scope="session")
 def ranks2() -> Iterator[RankPool]:
     """Two ranks on the CPU."""

@@ -16,6 +16,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     run = commands.add_parser("run", help="start a script on several ranks: on the GPUs of this machine, or on its CPU")
     bench = commands.add_parser("bench", help="time the fused kernels against the unfused form, other libraries and the bound")
+    tune = commands.add_parser("tune", help="measure where fusing pays on this machine; compilations go by it from then on")
 
     # Only the command that runs imports what it needs: `--help` is instant, and `doctor` works where torch does not.
     words = sys.argv[1:] if arguments is None else arguments
@@ -27,6 +28,10 @@ def main(arguments: list[str] | None = None) -> int:
         from . import bench as bench_module
 
         bench_module.add_arguments(bench)
+    elif words[:1] == ["tune"]:
+        from .tuning import command as tune_module
+
+        tune_module.add_arguments(tune)
     elif words[:1] == ["run"]:
         from . import launcher
 
@@ -34,6 +39,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(words)
     if options.command == "bench":
         return bench_module.main(options, words[1:])
+    if options.command == "tune":
+        return tune_module.main(options, words[1:])
     if options.command == "run":
         return launcher.main(options)
     if options.command == "demo":

@@ -55,6 +55,7 @@ def report() -> Report:
     result.sections.append(("GPUs", rows))
     if torch:
         result.sections.append(("communication", communication(torch, gpus, result)))
+        result.sections.append(("measured times", table_rows(torch, gpus, result)))
     if torch and triton:
         result.sections.append(("code generation", [("Triton backend", triton_backend(triton, gpus, result))]))
     if torch and torch.distributed.is_available():
@@ -177,6 +178,20 @@ def triton_backend(triton: ModuleType, gpus: int, result: Report) -> str:
     else:
         result.missing.append(f"several Triton backends are active ({', '.join(active)}): choose with TRITON_DEFAULT_BACKEND")
     return ", ".join(active) or "none"
+
+
+def table_rows(torch: ModuleType, gpus: int, result: Report) -> list[tuple[str, str]]:
+    """One row for each number of ranks: the table that the cost gate goes by."""
+    if gpus < 2:
+        return [("cpu", "not asked: what can be fused is fused")]
+    from .tuning.table import TUNE, cache_folder, find
+
+    device = torch.cuda.get_device_name(0)
+    found = {world: find(device, world, 16) for world in (2, 4, 8) if world <= gpus}
+    worlds = [world for world, one in found.items() if one.note]
+    if worlds:
+        result.advice.append(f"times measured on this machine for {' and '.join(map(str, worlds))} ranks: {TUNE} --nproc {worlds[-1]}")
+    return [*((f"{world} ranks", str(one)) for world, one in found.items()), ("tables of this user", str(cache_folder()))]
 
 
 def heap_rows() -> list[tuple[str, str]]:

@@ -30,7 +30,9 @@ class Explanation:
                 graph = decision.graph
                 lines.append(f"{graph} graph" if graph else "graph")
             lines.append(f"  {decision.node}: {self._outcome(decision)}")
-            lines.append(textwrap.indent(decision.detail, " " * 6))
+            lines += [textwrap.indent(text, " " * 6) for text in (decision.detail, decision.times) if text]
+        tables = sorted({decision.table for decision in self.decisions if decision.table})
+        lines += ["table of measured times", *(f"  {table}" for table in tables)] if tables else []
         return "\n".join(lines)
 
     @staticmethod

@@ -9,10 +9,11 @@ import sys
 
 import pytest
 import torch
-from inductor_graphs import NAMES, all_gather_tensor, reduce_scatter_tensor
+from inductor_graphs import NAMES, all_gather_tensor, all_reduce, reduce_scatter_tensor
 from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_inductor_cache, run_and_get_code
 
+from torch_triton_dist import config
 from torch_triton_dist.inductor import enabled
 from torch_triton_dist.inductor.decisions import Decision, record
 
@@ -69,6 +70,27 @@ def test_code_records_what_was_left():
     code = compiled_code(lambda x: reduce_scatter_tensor(x, "sum", 0, NAMES[2]), torch.randn(4, 8))
     assert code.count("_record_decisions(") == 1
     assert counters["torch_triton_dist"] == {"rejected: the input is not the result of a matmul": 1}
+
+
+def test_code_that_rests_on_a_table_compares_it_when_it_is_loaded(monkeypatch):
+    from torch_triton_dist import runtime
+    from torch_triton_dist.lowerings import cost
+
+    compared = []
+    monkeypatch.setattr(runtime, "same_table", lambda group, table: compared.append((group, table)))
+    x, w = torch.randn(4, 8), torch.randn(8, 8)
+
+    def fn(x, w):
+        return all_reduce(x @ w, "sum", NAMES[2]), all_reduce(x.sin() @ w, "sum", NAMES[2])
+
+    compiled_code(lambda x: reduce_scatter_tensor(x, "sum", 0, NAMES[2]), x)
+    with config.patch(cost_gate=True):
+        compiled_code(lambda x: reduce_scatter_tensor(x, "sum", 0, NAMES[2]), x)
+        assert compared == []  # nothing that a table has decided
+        monkeypatch.setattr(cost, "UNGATED", ())
+        compiled_code(fn, x, w)
+    assert compared == [(NAMES[2], str(cost.table_for("cpu", 2, torch.float32)))]
+    assert counters["torch_triton_dist"][f"rejected: {cost.NO_TABLE}"] == 2
 
 
 def test_graphs_count_each():

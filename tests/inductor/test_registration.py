@@ -12,6 +12,7 @@ import textwrap
 
 import pytest
 import torch
+import triton
 from torch._inductor import config as inductor_config
 from torch._inductor.codegen import common
 from torch._inductor.custom_graph_pass import CustomGraphModulePass
@@ -19,6 +20,7 @@ from torch._inductor.utils import run_and_get_code
 
 from torch_triton_dist import config
 from torch_triton_dist.inductor import cache_key, compat, disable, enable, enabled, is_enabled
+from torch_triton_dist.tuning.table import Row, Table, cache_folder, find, save
 
 
 def slots():
@@ -181,6 +183,22 @@ def test_cache_key_follows_code_flags_and_group_sizes(monkeypatch):
     assert set(sizes.values()) == {1, 2, 4, 8}
     monkeypatch.setattr(cache_key, "group_sizes", lambda: {**sizes, next(iter(sizes)): 16})
     assert cache_key.cache_key() != key
+
+
+def test_cache_key_follows_the_tables_of_measured_times():
+    key = cache_key.cache_key()
+    row = Row("matmul_all_reduce", 4, 64, 64, 1.0, 2.0)
+    table = Table("CPU", 4, torch.__version__, triton.__version__, "float32", "", "", None, (row,))
+    path = cache_folder() / table.name
+    try:
+        save(table, path)
+        assert cache_key.cache_key() == key  # a process goes by the tables that it has found first
+        find.cache_clear()
+        assert cache_key.cache_key() != key
+    finally:
+        path.unlink()
+        find.cache_clear()
+    assert cache_key.cache_key() == key
 
 
 def test_wrong_flag_is_reported_when_used():

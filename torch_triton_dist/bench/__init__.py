@@ -16,11 +16,12 @@ import subprocess
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 SHAPES = {
     "table": "the project's table",
     "random": "random layers of Llama, Qwen, Mistral and GPT models (--seed, --count)",
-    "gate": "the sizes that the cost gate knows",
+    "gate": "those that `tune` measures, for the cost gate",
     "ranks8": "the sizes of published results on 8 GPUs",
 }
 RESTARTS = 8
@@ -54,6 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="run this first on each rank, to add columns; see bench/variants.py",
     )
     add("--merge", nargs="+", default=[], metavar="bench.json", help="run nothing: medians of these runs, as one report")
+    add("--nvls", action="store_true", help="let NCCL use NVLink multicast as it does by default (otherwise: never)")
     add("--verbose", action="store_true", help="tracebacks of variants that fail")
     add("--state", help=argparse.SUPPRESS)  # from the command to the ranks: the folder of their state
 
@@ -87,10 +89,9 @@ def resolve(options: argparse.Namespace) -> str | None:
     return None
 
 
-def launch(options: argparse.Namespace) -> int:
-    """Start the ranks with torchrun, again without a variant that hung or died, and write the tables. Returns the exit status."""
+def run_ranks(options: argparse.Namespace) -> tuple[int, dict[str, Any]]:
+    """Start the ranks with torchrun, again without a variant that hung or died. Returns the exit status and `State.contents`."""
     from ..demo import end
-    from . import report
     from .state import State
 
     env = dict(os.environ)
@@ -122,11 +123,18 @@ def launch(options: argparse.Namespace) -> int:
             if buried is None:
                 break
             print(f"hung or died: {buried}. Starting the ranks again without it.", file=sys.stderr, flush=True)
-        contents = State.load(Path(folder)).contents
-        report.write(contents, options)
-        broken = report.broken(contents["rows"])
-        if broken:
-            print("bench: ours is not right:\n  " + "\n  ".join(broken), file=sys.stderr)
+        return status, State.load(Path(folder)).contents
+
+
+def launch(options: argparse.Namespace) -> int:
+    """Run all ranks and write the tables. Returns the exit status."""
+    from . import report
+
+    status, contents = run_ranks(options)
+    report.write(contents, options)
+    broken = report.broken(contents["rows"])
+    if broken:
+        print("bench: ours is not right:\n  " + "\n  ".join(broken), file=sys.stderr)
     return status or int(bool(broken))
 
 

@@ -43,14 +43,14 @@ TABLE = [
     *[Case(AR, m, 7168, 8192) for m in (16, 1)],
 ]
 
-GATE = [
-    *[Case(AR, m, 2048, 8192) for m in (1, 16, 64, 128, 256, 512, 1024, 2048, 4096)],
-    *[Case(AR, m, 7168, 8192) for m in (1, 16, 128, 256, 512, 1024, 2048)],
-    *[Case(RS, m, 2048, 8192) for m in (64, 256, 512, 1024, 2048, 4096)],
-    *[Case(RS, m, 7168, 8192) for m in (512, 1024, 4096, 8192)],
-    *[Case(AG, m, 8192, 2048) for m in (64, 256, 512, 1024, 2048)],
-    *[Case(AG, m, 8192, 7168) for m in (2048, 4096, 8192)],
-]
+# What the cost gate goes by (`tune`): rows, and for each width (the local size that all ranks have alike) the other sizes, a small one
+# and a large one of layers sharded over some ranks. 384 is the last size of the all-gather's kernel for few rows.
+Grid = tuple[tuple[int, ...], dict[int, tuple[int, ...]]]
+GRID: dict[str, Grid] = {
+    "cuda": ((1, 4, 16, 64, 128, 256, 384, 512, 1024, 2048, 4096, 8192), {4096: (1024, 7168), 8192: (2048, 7168)}),
+    "cpu": ((1, 8, 64), {64: (32, 128), 128: (32, 128)}),
+}
+QUICK_GRID: dict[str, Grid] = {"cuda": ((16, 256, 2048), {8192: (2048, 7168)}), "cpu": ((16,), {64: (32, 128)})}
 
 QUICK = {
     "cuda": [Case(AG, 1024, 8192, 2048), Case(RS, 1024, 2048, 8192), Case(AR, 16, 2048, 8192)],
@@ -104,6 +104,18 @@ def random_layers(world: int, seed: int, count: int) -> list[Case]:
     return cases
 
 
+def gate_grid(device: str, world: int, quick: bool) -> list[Case]:
+    """The shapes of `tune`, the rows rounded up to a multiple of `world` where they are sharded."""
+    rows, widths = (QUICK_GRID if quick else GRID)[device]
+    sharded = sorted({-(-m // world) * world for m in rows})
+    pairs = [(width, other) for width, others in widths.items() for other in others]
+    return [
+        *[Case(AG, m, width, other) for width, other in pairs for m in sharded],
+        *[Case(RS, m, other, width) for width, other in pairs for m in sharded],
+        *[Case(AR, m, other, width) for width, other in pairs for m in rows],
+    ]
+
+
 def published_at_8(world: int) -> list[Case]:
     """The shapes of published 8-GPU results (M 8192, layers of Llama and Qwen), sharded over `world` ranks."""
     sizes = [(11008, 4096), (14336, 4096), (28672, 8192), (29568, 8192)]
@@ -137,10 +149,12 @@ def select(shapes: str, own: list[str], ops: list[str], quick: bool, device: str
     """
     if own:
         cases = [parse(text) for text in own]
+    elif shapes == "gate":
+        cases = gate_grid(device, world, quick)
     elif quick or device == "cpu":
         cases = QUICK[device]
     else:
-        lists = {"table": lambda: TABLE, "gate": lambda: GATE, "ranks8": lambda: published_at_8(world)}
+        lists = {"table": lambda: TABLE, "ranks8": lambda: published_at_8(world)}
         lists["random"] = lambda: random_layers(world, seed, count)
         cases = lists[shapes]()
     for case in cases:

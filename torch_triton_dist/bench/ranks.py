@@ -224,6 +224,7 @@ class Bench:
         cases = select(options.shapes, options.shape, options.op, options.quick, self.device.type, self.world, options.seed, options.count)
         head = self.head()
         started = time.monotonic()
+        gc.freeze()  # what is there stays: the collections below look at what a case has made
         for number, case in enumerate(cases, start=1):
             row = self.state.row(case.key)
             if row is None:
@@ -246,7 +247,9 @@ def main(options: argparse.Namespace) -> int:
 
     warnings.filterwarnings("ignore", category=FutureWarning)  # newer torch has new names for the collectives, torch 2.11 has not
     # Without multicast, whatever the machine offers: the table is about links that do not have it.
-    os.environ |= {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0"}
+    os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
+    if not options.nvls:
+        os.environ["NCCL_NVLS_ENABLE"] = "0"
     for path in options.plugin:
         runpy.run_path(path)
     with process_group(options.device) as device:

@@ -71,7 +71,8 @@ def line(row: dict[str, Any]) -> str:
     times = "  ".join(f"{name} {values[0]:.1f}" for name, values in row["us"].items())
     words = [f"{LABELS[row['op']]} {row['m']}x{row['k']}x{row['n']}:", times]
     if row.get("vs_best"):
-        words.append(f"| ours {row['vs_best']:.2f}x of {row['best_peer']}, {row['vs_unfused'] or math.nan:.2f}x of gemm+nccl")
+        words.append(f"| ours {row['vs_best']:.2f}x of {row['best_peer']}")
+        words[-1] += f", {row['vs_unfused'] or math.nan:.2f}x of {UNFUSED}" if row["best_peer"] != UNFUSED else ""
     if row.get("share_of_bound"):
         words.append(f"| {row['share_of_bound']:.0%} of the bound {row['bound_us']:.1f}")
     return " ".join(words)

@@ -1,7 +1,7 @@
 """The part of Inductor's cache key that is ours.
 
-Inductor's key knows nothing of our templates, of our flags or of the size of a group: the graph `mm -> all_reduce` compiled by 2
-ranks would be found by 4. It must not depend on the rank: all ranks of a job share what they compile.
+Inductor's key knows nothing of our templates, of our flags, of the tables that decide, or of the size of a group: the graph
+`mm -> all_reduce` compiled by 2 ranks would be found by 4. It must not depend on the rank: all ranks of a job share what they compile.
 """
 
 from __future__ import annotations
@@ -40,5 +40,9 @@ def cache_key() -> str:
     """The uuid of our pass."""
     import torch
 
-    parts = (sources_hash(), config.code_flags(), group_sizes(), torch.__version__, compat.triton_version())
+    from ..lowerings import cost
+
+    sizes = group_sizes()
+    tables = cost.key({size for size in sizes.values() if size > 1})
+    parts = (sources_hash(), config.code_flags(), sizes, tables, torch.__version__, compat.triton_version())
     return hashlib.sha256(repr(parts).encode()).hexdigest()

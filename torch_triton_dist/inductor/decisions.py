@@ -36,6 +36,8 @@ class Decision:
         node: name of the collective's node in the graph.
         detail: shapes and group.
         graph: "forward", "backward" or "inference".
+        times: what the model of costs predicts, and what was measured, in words; "" where there is no table.
+        group, table: name of the group, and the table of measured times that the decision rests on; "" if on none.
     """
 
     pattern: str
@@ -44,6 +46,9 @@ class Decision:
     node: str
     detail: str
     graph: str = ""
+    times: str = ""
+    group: str = ""
+    table: str = ""
 
     @property
     def counter(self) -> str:
@@ -56,7 +61,8 @@ class Decision:
             outcome = f"fused into {self.pattern}" + (" (shares the kernel of an equal gather)" if self.reason else "")
         else:
             outcome = f"left as it was: {self.reason}"
-        return f"{self.graph} {self.node}: {outcome}" + (f" [{self.detail}]" if self.detail else "")
+        parts = [part for part in (self.detail, self.times) if part]
+        return f"{self.graph} {self.node}: {outcome}" + (f" [{'; '.join(parts)}]" if parts else "")
 
 
 _collectors: list[list[Decision]] = []
@@ -90,10 +96,18 @@ def header(decisions: Iterable[Decision]) -> list[str]:
 
 
 def record(rows: Iterable[tuple]) -> None:
-    """Counts and logs decisions: called once by each generated module that is loaded."""
+    """Counts and logs decisions: called once by each generated module that is loaded.
+
+    Raises:
+        DistributedKernelError: another rank of a group decides by another table.
+    """
     from torch._dynamo.utils import counters
 
-    for row in rows:
-        decision = Decision(*row)
+    from ..runtime import same_table
+
+    decisions = [Decision(*row) for row in rows]
+    for group, table in sorted({(decision.group, decision.table) for decision in decisions if decision.table}):
+        same_table(group, table)
+    for decision in decisions:
         counters["torch_triton_dist"][decision.counter] += 1
         log.info("%s", decision)

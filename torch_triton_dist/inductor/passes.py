@@ -35,19 +35,21 @@ def fuse_collectives(gm: fx.GraphModule, device_type: str) -> list[Decision]:
 
     def decide(nodes: list[fx.Node], pattern: str, find: Callable[[], Match], fuse: Callable[[Match], fx.Node]) -> None:
         names = {node: node.name for node in nodes}
+        costs: dict[str, str] = {}
         try:
             check_flags(pattern)
             match = find()
+            costs = describe_costs(pattern, device_type, match)
             check_cost(pattern, device_type, match)
             detail = f"{match.describe()}; {describe_tensor(nodes[0])}, {describe_group(match.group, match.world)}"
             fuse(match)
         except Rejected as rejected:
             for node in nodes:
                 detail = rejected.detail or describe(node)
-                decisions[node] = Decision(pattern, False, rejected.reason, names[node], detail, kind)
+                decisions[node] = Decision(pattern, False, rejected.reason, names[node], detail, kind, **costs)
             return
         for index, node in enumerate(nodes):
-            decisions[node] = Decision(pattern, True, MERGED if index else "", names[node], detail, kind)
+            decisions[node] = Decision(pattern, True, MERGED if index else "", names[node], detail, kind, **({} if index else costs))
 
     for equal in equal_gathers([node for node in found if node.target is c10d.all_gather_into_tensor.default]):
         decide(equal, all_gather_matmul.PATTERN, partial(find_all_gather_matmul, equal), fuse_all_gather_matmul)
@@ -89,6 +91,16 @@ def check_cost(pattern: str, device_type: str, match: Match) -> None:
     worth, reason = worth_fusing(pattern, device_type, match.world, match.rows, match.columns, match.inner, match.dtype)
     if not worth:
         raise Rejected(reason, match.describe())
+
+
+def describe_costs(pattern: str, device_type: str, match: Match) -> dict[str, str]:
+    """`Decision.times`, and `group` and `table` where the decision rests on a table."""
+    from ..lowerings import cost
+
+    facts = {"times": cost.times(pattern, device_type, match.world, match.rows, match.columns, match.inner, match.dtype)}
+    if config.checked("cost_gate") and device_type not in cost.UNGATED:
+        facts |= {"group": match.group, "table": str(cost.table_for(device_type, match.world, match.dtype))}
+    return facts
 
 
 def describe_tensor(node: fx.Node) -> str:

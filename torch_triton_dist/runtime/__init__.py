@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import logging
 import os
 import threading
 import weakref
@@ -21,12 +22,12 @@ import torch
 import torch.distributed as dist
 
 from .. import config
-from . import groups
+from . import agreement, groups
 from .errors import DistributedKernelError
 from .heap import SymmetricHeap
 from .watchdog import Watchdog
 
-__all__ = ["DistributedKernelError", "after_launch", "check", "heap_report", "launch_context", "reserve", "reset"]
+__all__ = ["DistributedKernelError", "after_launch", "check", "heap_report", "launch_context", "reserve", "reset", "same_table"]
 
 _heaps: dict[tuple[str, str], SymmetricHeap] = {}  # (group name, device type)
 _routes: dict[tuple[str, torch.device], SymmetricHeap] = {}  # the same for the launch path: device.type is slow to ask for
@@ -34,6 +35,7 @@ _last: dict[str, SymmetricHeap] = {}  # group name -> heap of the last launch
 _reserved: dict[str, tuple[int, int]] = {}  # group name -> data bytes, flags, of the kernels that are known to come
 _incarnations: dict[tuple[str, str, tuple[int, ...]], int] = {}
 _lock = threading.RLock()
+log = logging.getLogger("torch_triton_dist.runtime")
 _watchdog = Watchdog()
 _forked = False
 _inherited: list[SymmetricHeap] = []
@@ -125,11 +127,36 @@ def reset(group: dist.ProcessGroup | str | None = None) -> None:
     if all(heap is not _heaps.get((name, heap.device.type)) for heap in heaps):
         # This rank has launched no operation of the group, its peers may have: it takes part all the same. (The heap of a SHMEM world,
         # see utils.world, is there on all ranks or on none.)
-        found = groups.find_group(name)
-        kind = "cuda" if "nccl" in dist.get_backend(found) else "cpu"  # it may be one of several, "cpu:gloo,cuda:nccl"
-        heaps = [_new_heap(torch.device(kind), name), *heaps]
+        heaps = [_new_heap(_device_of(groups.find_group(name)), name), *heaps]
     for heap in heaps:
         heap.reset(config.checked("timeout_s"))
+
+
+def same_table(group_name: str, table: str) -> None:
+    """Compares the table of measured times that this rank decides by with those that its peers have posted so far. Waits for nobody: of two
+    ranks that differ, the one that comes second raises, and tells the others, which may wait for it in a kernel.
+
+    Args:
+        group_name: name of the group; one of the fake backend has no peers.
+        table: `<dtypes> <digest>: <words>`.
+
+    Raises:
+        DistributedKernelError: a rank decides by another table.
+    """
+    try:
+        if dist.get_backend(groups.resolve(group_name)) == "fake":
+            return
+        group = groups.find_group(group_name)
+        text = agreement.other_table(group, table)
+    except RuntimeError as error:  # no such group yet, or its store is gone: no reason to stop a job that may launch no kernel of ours
+        log.warning("the ranks of group %r cannot compare their tables of measured times (%s)", group_name, error)
+        return
+    if text:
+        raise _new_heap(_device_of(group), group_name).refuse(text)
+
+
+def _device_of(group: dist.ProcessGroup) -> torch.device:
+    return torch.device("cuda" if "nccl" in dist.get_backend(group) else "cpu")  # it may be one of several, "cpu:gloo,cuda:nccl"
 
 
 def heap_report() -> list[dict[str, Any]]:

@@ -16,9 +16,12 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
+import torch.distributed as dist
+
 from . import layout
 from .board import Board
 from .errors import DistributedKernelError, different_kernels
+from .groups import group_store
 
 
 def find_mismatch(board: Board, index: int, signature: str, needs: str) -> DistributedKernelError | None:
@@ -34,6 +37,27 @@ def find_mismatch(board: Board, index: int, signature: str, needs: str) -> Distr
             text = different_kernels(f"New kernel number {index} of the group", kernels)
             return board.error(text, post=True, peer=peer, reason="mismatch")
     return None
+
+
+def other_table(group: dist.ProcessGroup, table: str) -> str:
+    """Posts the table of measured times that this rank decides by, and returns what is wrong if a peer has posted another one for these
+    dtypes. Of two ranks that differ, at least the second one hears of it."""
+    store, rank = group_store(group), group.rank()
+    dtypes, digest = table.split()[:2]
+    store.set(f"torch_triton_dist/table/{dtypes}/{rank}", table)
+    for peer in range(group.size()):
+        key = f"torch_triton_dist/table/{dtypes}/{peer}"
+        if peer == rank or not store.check([key]):
+            continue
+        theirs = store.get(key).decode()
+        if theirs.split()[1] != digest:
+            return (
+                f"the ranks decide by different tables of measured times, and so would fuse different matmuls:\n"
+                f"  on rank {rank}: {table}\n  on rank {peer}: {theirs}\n"
+                "Start the job when `python -m torch_triton_dist tune` has ended, and give all ranks the same tables "
+                f"(TORCH_TRITON_DIST_CACHE_DIR), or leave them out (TORCH_TRITON_DIST_COST_GATE=0)."
+            )
+    return ""
 
 
 def kernel_of(board: Board, rank: int, code: int, known: Iterable[str] = ()) -> str:

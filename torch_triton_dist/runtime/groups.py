@@ -9,18 +9,27 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 
+def resolve(name: str) -> dist.ProcessGroup:
+    """The process group called `name`, of whatever backend.
+
+    Raises:
+        RuntimeError: there is none.
+    """
+    try:
+        return c10d._resolve_process_group(name)
+    except (RuntimeError, ValueError, LookupError) as error:
+        raise RuntimeError(
+            f"no process group is called {name!r}: a distributed kernel needs torch.distributed initialised"
+        ) from error
+
+
 def find_group(name: str) -> dist.ProcessGroup:
     """The process group called `name`.
 
     Raises:
         RuntimeError: there is none, or it belongs to the fake backend, which has no peers.
     """
-    try:
-        group = c10d._resolve_process_group(name)
-    except (RuntimeError, ValueError, LookupError) as error:
-        raise RuntimeError(
-            f"no process group is called {name!r}: a distributed kernel needs torch.distributed initialised"
-        ) from error
+    group = resolve(name)
     if dist.get_backend(group) == "fake":
         raise RuntimeError(f"the fake process group cannot run kernels (group {name!r}): it has no other ranks; use gloo or nccl")
     return group

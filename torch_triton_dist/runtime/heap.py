@@ -186,6 +186,13 @@ class SymmetricHeap:
                 self._tell_all()
             raise error
 
+    def refuse(self, text: str) -> DistributedKernelError:
+        """The error of a rank that will not launch what its peers may launch: posted, and told to those that wait for it already."""
+        error = self._poison = self.board.error(text, post=True, reason="mismatch")
+        if self.transport is not None:
+            self._tell_all()
+        return error
+
     def _tell_all(self) -> None:
         for peer in range(self.world):  # they may wait in a kernel that we do not run
             self.transport.tell(peer, 1 + self.rank)

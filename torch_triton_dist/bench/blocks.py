@@ -148,10 +148,15 @@ def _async_tp(mesh: DeviceMesh) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _ours(gate: bool) -> Iterator[None]:
-    import torch_triton_dist as ttd
+    from ..inductor import registration
 
-    with config.patch(cost_gate=gate), ttd.enabled():
-        yield
+    # Not `enabled()`: that drops what is compiled, inside and before, so that the variants would be compiled again, all without us.
+    with config.patch(cost_gate=gate):
+        registration.register()
+        try:
+            yield
+        finally:
+            registration.unregister()
 
 
 # name -> what has to be in force while the variant is compiled; None: not compiled at all.
@@ -222,12 +227,15 @@ class BlocksBench(Bench):
                 row["problems"][name] = problem
             else:
                 steps[name] = value
+        graphs = _compiled_graphs()
         self._compare(case, steps, x, row)
         self.deadline.stage(f"{case.key}: timing", seconds)
         if self.rank == 0:
             self.state.enter(case.key, "", "time")
         if steps:
             row["ms"] = {name: list(values) for name, values in slowest_rank(self._times(steps), self.device).items()}
+        if _compiled_graphs() != graphs:
+            raise RuntimeError(f"{case.key}: something was compiled while it was timed, perhaps not as its variant says")
         if PLAIN in row["ms"]:
             row["vs_inductor"] = {name: row["ms"][PLAIN][0] / values[0] for name, values in row["ms"].items()}
         return row
@@ -323,6 +331,12 @@ class BlocksBench(Bench):
         self.deadline.stage("", float("inf"))
         if self.rank == 0:
             self.state.finish(head)
+
+
+def _compiled_graphs() -> int:
+    from torch._dynamo.utils import counters
+
+    return counters["stats"]["unique_graphs"]
 
 
 def line(row: dict[str, Any]) -> str:

@@ -178,7 +178,7 @@ def plan(
 ) -> Plan:
     """Plan for shard [rows, k] gathered over `world` ranks @ weight [k, n]; arguments as in `all_gather_matmul.plan`. splits: parts of a
     tile's depth, a divisor of GROUPS."""
-    tile = tile or few_rows_tile(world * rows, n, k, dtype, device.type, widths=(64, 128) if world * rows <= 64 else (64,))
+    tile = tile or few_rows_tile(world * rows, n, k, dtype, device.type, gathered=True)
     tiles = cdiv(world * rows, tile.m) * cdiv(n, tile.n)
     splits = splits or _splits(tiles, tile, k)
     if not _fits(tiles, tile, splits, k):

@@ -38,7 +38,7 @@ from __future__ import annotations
 import torch
 
 from .template import Plan, align, cdiv, grid_programs, input_precision, launch, triton_dtype
-from .tiles import PROCESSORS, TMA_ROWS, Tile, choose_tile, share_of_round, tma_form_of
+from .tiles import PROCESSORS, TMA_ROWS, Tile, choose_tile, few_rows_tile, share_of_round, tma_form_of
 
 NAME = "matmul_all_reduce"
 KERNEL_ID = 3
@@ -198,7 +198,9 @@ def plan(
 ) -> Plan:
     """Plan for x [m, k] @ weight [k, n] (k per rank) over `world` ranks. two_shot forces the algorithm (None: by size); tma: see
     `tma_form`; tile: another one than `choose_tile`'s, the same on all ranks."""
-    tile = tile or choose_tile(m, m, n, k, dtype, device.type, wide=64)
+    if tile is None and m < 1024:
+        tile = few_rows_tile(m, n, k, dtype, device.type, gathered=False, wide=False)
+    tile = tile or choose_tile(m, m, n, k, dtype, device.type)
     tma = tma if tile.m >= TMA_ROWS else ""
     tiles = cdiv(m, tile.m) * cdiv(n, tile.n)
     if two_shot is None:

@@ -45,6 +45,7 @@ from .tiles import (
     TMA_ROWS,
     Tile,
     choose_tile,
+    deep_tile,
     share_of_round,
     slice_of,
     tma_form_of,
@@ -185,15 +186,15 @@ def plan(
     `matmul_reduce_scatter_small` (None: by the rows); staged: whether products are staged (None: by the tiles)."""
     rows = m // world
     if small is None:
-        small = m <= SMALL_ROWS.get(device.type, 256)
+        small = m <= SMALL_ROWS.get(device.type, 384)
     if small:
         return matmul_reduce_scatter_small.plan(
             m, n, k, world, dtype, inner=inner, reduce_op=reduce_op, bias_dims=bias_dims, device=device, tile=tile
         )
     if tile is None:
         tile = choose_tile(m, rows, n, k, dtype, device.type, wide=256 if rows > 32 else 128)
-        if tile.m == 128 and dtype.itemsize == 2 and m >= 1024 and wide_tile_pays(m, n):
-            tile = wide_tile(k)
+        if tile[:2] == (128, 128) and dtype.itemsize == 2:
+            tile = wide_tile(k) if wide_tile_pays(m, n) else deep_tile(*tile[:2], k)
     if tile.m < TMA_ROWS or (inner != rows and inner % tile.m):  # the rows of a tile do not follow each other in x
         tma = ""
     tiles = cdiv(rows, tile.m) * cdiv(n, tile.n)

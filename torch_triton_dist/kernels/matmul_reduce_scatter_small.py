@@ -114,7 +114,7 @@ def plan(
 ) -> Plan:
     """Plan for x [m, k] @ weight [k, n] (k per rank) over `world` ranks; arguments as in `matmul_reduce_scatter.plan`."""
     rows = m // world
-    tile = tile or few_rows_tile(m, n, k, dtype, device.type, widths=(32, 64, 128))
+    tile = tile or few_rows_tile(m, n, k, dtype, device.type, gathered=False)
     tiles_m, tiles_n = cdiv(m, tile.m), cdiv(n, tile.n)
     constants = {
         "WORLD": world,

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 PROCESSORS = 132  # of a large GPU; not the number here, because what follows from it has to be the same on all ranks
+STAGE_BYTES = 200 << 10  # of the shared memory of a multiprocessor with the tensor memory accelerator, for operands
 STAGES = 192  # programs that stage what they send, at most
 TMA_ROWS = 64  # rows of a tile from which on making descriptors, some 2 us a program, pays
 TMA_BYTES = 16  # alignment of addresses and strides that the tensor memory accelerator asks for
@@ -47,28 +48,41 @@ def choose_tile(m: int, rows: int, n: int, k: int, dtype: torch.dtype, device_ty
         stages = 6 if height + width <= 128 else 4 if width <= 128 else 3
         depth = 128 if k >= 4096 and height <= 32 and width <= 64 else 64
         return Tile(height, width, power_of_two(k, 32, depth), 4, stages)
-    if m <= 128:
-        return Tile(64, power_of_two(n, 32, 128), power_of_two(k, 32, 64), 4, 4)
     if m >= 2048 and n >= 2048:
         return wide_tile(k)
     return Tile(128, power_of_two(n, 32, 128), power_of_two(k, 32, 64), 8, 4)
 
 
-def few_rows_tile(m: int, n: int, k: int, dtype: torch.dtype, device_type: str, widths: tuple[int, ...]) -> Tile:
-    """Tile for the kernels `*_small`: m rows over all ranks, n columns, depth k. Reading the weights is what takes the time, so they are
-    read by as many multiprocessors as there are, in long steps: of the `widths` the first that leaves none with a second tile. From 192
-    rows on, and where no width does, tiles of 128 x 128."""
+def few_rows_tile(m: int, n: int, k: int, dtype: torch.dtype, device_type: str, gathered: bool, wide: bool = True) -> Tile:
+    """Tile for m rows over all ranks, whoever owns them, n columns and depth k. Reading the weights is what takes the time, so they are
+    read by as many multiprocessors as there are, in long steps: the smallest tile that leaves none with a second one, from 192 rows on
+    with 128 rows, and of 128 x 256 if `wide` and `wide_tile_pays`. gathered: the depth of tiles is split, too, as in
+    `all_gather_matmul_small`. Rows and columns of the tile do not depend on k."""
     if device_type == "cpu":
         return choose_tile(m, m, n, k, dtype, device_type)
-    height = power_of_two(m, 16, 64)
-    fitting = next((width for width in widths if -(-m // height) * -(-n // width) <= PROCESSORS), None)
-    if m >= 192 or (m > 64 and fitting is None):
-        return choose_tile(256, 256, n, k, dtype, device_type)
-    width = min(fitting or widths[-1], power_of_two(n, 16))
+    if m <= 64:
+        shapes = [(power_of_two(m, 16), width) for width in ((64, 128) if gathered else (32, 64, 128))]
+    elif m < 192:
+        shapes = [(64, 64), (128, 128)] if gathered else [(64, 32), (64, 64), (128, 64), (128, 128)]
+    else:
+        shapes = [(128, 64), (128, 128)]
+    height, width = next((shape for shape in shapes if -(-m // shape[0]) * -(-n // shape[1]) <= PROCESSORS), shapes[-1])
+    width = min(width, power_of_two(n, 16))
     if dtype == torch.float32:
-        return Tile(height, width, 32, 4, 4)
-    depth = power_of_two(k, 32, 128 if k >= 4096 and height <= 32 and width <= 64 else 64)
-    return Tile(height, width, depth, 4, 6 if height + width <= 128 else 4)
+        return Tile(height, width, 32, 4, 4) if height <= 64 else choose_tile(256, 256, n, k, dtype, device_type)
+    if wide and m >= 192 and wide_tile_pays(m, n):
+        return wide_tile(k)
+    return deep_tile(height, width, k)
+
+
+def deep_tile(height: int, width: int, k: int) -> Tile:
+    """A tile of 16-bit numbers with as many of its operands on their way as the shared memory holds."""
+    small = height + width <= 144
+    warps = 4 if height <= 64 else 8
+    if not has_tma(None):
+        return Tile(height, width, power_of_two(k, 32, 64), warps, 6 if height + width <= 128 else 4)
+    depth = power_of_two(k, 32, 128 if small and k >= 1024 else 64)
+    return Tile(height, width, depth, warps, min(6 if depth > 64 else 8, STAGE_BYTES // (2 * depth * (height + width))))
 
 
 def wide_tile(k: int) -> Tile:

@@ -12,7 +12,7 @@ import triton.language as tl
 from triton.language import core
 from triton.language.extra import libdevice
 
-from torch_triton_dist.backends.cpu import runtime, target, toolchain
+from torch_triton_dist.backends.cpu import target
 
 
 @triton.jit
@@ -208,20 +208,23 @@ def _double(x, out, N: tl.constexpr):
     tl.store(out + i, tl.load(x + i) * 2)
 
 
-def test_damaged_cache_entry_is_rebuilt():
+@pytest.mark.parametrize("damage", ["empty", "truncated", "garbage", "missing"])
+@pytest.mark.parametrize("part", ["group", "json", "source", "ttir", "llir", "asm", "so"])
+def test_damaged_cache_entry_is_rebuilt(part, damage):
     x, out = torch.randn(64), torch.empty(64)
     kernel = _double[(1,)](x, out, 64)
-    path = Path(kernel.metadata_group["_double.so"])
-    sealed = path.read_bytes()
-    path.write_bytes(sealed[: len(sealed) // 2])
-    library = runtime.load_kernel("_double", path.read_bytes(), kernel.metadata)
-    assert hasattr(library, "ttd_programs")
-    assert toolchain.unseal(path.read_bytes()) is not None
+    metadata = Path(kernel.metadata_group["_double.json"])
+    path = metadata.with_name("__grp___double.json" if part == "group" else f"_double.{part}")
+    good = path.read_bytes()
+    if damage == "missing":
+        path.unlink()
+    else:
+        path.write_bytes({"empty": b"", "truncated": good[: len(good) // 2], "garbage": bytes(range(255, -1, -1)) * 40}[damage])
     _double.device_caches.clear()  # from the cache again, as a new process would
-    path.write_bytes(b"")
     out.zero_()
-    _double[(1,)](x, out, 64)
+    again = _double[(1,)](x, out, 64)
     assert torch.equal(out, 2 * x)
+    assert path.exists() and path.read_bytes()[:20] == good[:20] and again.asm["asm"] == kernel.asm["asm"]
 
 
 @triton.jit

@@ -493,11 +493,13 @@ begin:
   %pz = getelementptr i64, ptr %args, i64 2
   store i64 %z, ptr %pz
   %values = getelementptr ptr, ptr %arguments, i64 9
-  br label %next
+  %misfit = call ptr @PyErr_Occurred()   ; a grid of something else than integers
+  %gridless = icmp ne ptr %misfit, null
+  br i1 %gridless, label %raise, label %next
 next:
   %k = phi i64 [ 0, %begin ], [ %k1, %fine_one ]
   %all_done = icmp sge i64 %k, %params
-  br i1 %all_done, label %check, label %one
+  br i1 %all_done, label %hook, label %one
 one:
   %twice = mul i64 %k, 2
   %pkind = getelementptr i64, ptr %table, i64 %twice
@@ -517,10 +519,6 @@ one:
 fine_one:
   %k1 = add i64 %k, 1
   br label %next
-check:
-  %error = call ptr @PyErr_Occurred()
-  %erroneous = icmp ne ptr %error, null
-  br i1 %erroneous, label %raise, label %hook
 raise:
   ret ptr null
 hook:

@@ -227,6 +227,41 @@ def test_damaged_cache_entry_is_rebuilt(part, damage):
     assert path.exists() and path.read_bytes()[:20] == good[:20] and again.asm["asm"] == kernel.asm["asm"]
 
 
+def test_dumped_stages_can_be_edited(tmp_path, monkeypatch, capfd):
+    x, out = torch.randn(64), torch.empty(64)
+    for name, value in {"KERNEL_DUMP": "1", "DUMP_DIR": tmp_path, "ALWAYS_COMPILE": "1"}.items():
+        monkeypatch.setenv(f"TRITON_{name}", str(value))
+    monkeypatch.setenv("MLIR_ENABLE_DUMP", "1")
+    _double.device_caches.clear()
+    kernel = _double[(1,)](x, out, 64)
+    assert "IR Dump Before" in capfd.readouterr().err
+    (dump,) = tmp_path.iterdir()
+    assert {"_double.ttir", "_double.llir", "_double.asm", "_double.so"} <= {path.name for path in dump.iterdir()}
+    assert (dump / "_double.asm").read_text() == kernel.asm["asm"]
+    (dump / "_double.llir").unlink()
+    ttir = (dump / "_double.ttir").read_text()
+    assert "2.000000e+00" in ttir
+    (dump / "_double.ttir").write_text(ttir.replace("2.000000e+00", "3.000000e+00"))
+    for name, value in {"KERNEL_DUMP": "0", "KERNEL_OVERRIDE": "1", "OVERRIDE_DIR": tmp_path}.items():
+        monkeypatch.setenv(f"TRITON_{name}", str(value))
+    _double.device_caches.clear()
+    with pytest.warns(UserWarning, match=r"_double\.asm is not used; Triton can replace the stages ttir and llir only"):
+        _double[(1,)](x, out, 64)
+    assert torch.equal(out, 3 * x)
+    monkeypatch.setenv("TRITON_KERNEL_OVERRIDE", "0")
+    _double.device_caches.clear()
+    _double[(1,)](x, out, 64)  # what lies in the cache is right again
+    assert torch.equal(out, 2 * x)
+
+
+def test_a_cache_without_binaries_is_refused(monkeypatch):
+    monkeypatch.setenv("TRITON_STORE_BINARY_ONLY", "1")
+    monkeypatch.setenv("TRITON_ALWAYS_COMPILE", "1")
+    _double.device_caches.clear()
+    with pytest.raises(RuntimeError, match="TRITON_STORE_BINARY_ONLY keeps the binaries of GPUs only"):
+        _double[(1,)](torch.randn(64), torch.empty(64), 64)
+
+
 @triton.jit
 def _mixed(x, w, out, n, BLOCK: tl.constexpr):
     i = tl.arange(0, BLOCK)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import warnings
 from pathlib import Path
 
 from triton import knobs
@@ -16,6 +17,18 @@ def _digest(path: str) -> str:
 
 class CheckedCacheManager(FileCacheManager):
     """Keeps a digest of each file of a group (the stages and the metadata of a compiled kernel) with the group."""
+
+    def __init__(self, key: str, override: bool = False, dump: bool = False) -> None:
+        super().__init__(key, override=override, dump=dump)
+        self._overrides = override
+
+    def get_file(self, filename: str) -> str | None:
+        path = super().get_file(filename)
+        if path is None or not self._overrides or not filename.endswith((".asm", ".so")):
+            return path
+        if filename.endswith(".asm"):  # Triton reads the stages that it knows, and would go on with None
+            warnings.warn(f"TRITON_KERNEL_OVERRIDE: {path} is not used; Triton can replace the stages ttir and llir only", stacklevel=2)
+        return None
 
     def put_group(self, filename: str, group: dict[str, str]) -> str:
         digests = {child: _digest(path) for child, path in group.items()}

@@ -9,6 +9,7 @@ import hashlib
 from dataclasses import dataclass, fields
 from typing import Any
 
+from triton import knobs
 from triton._C.libtriton import ir, passes
 from triton.backends.compiler import BaseBackend
 
@@ -109,6 +110,8 @@ class CPUBackend(BaseBackend):
     def add_stages(self, stages: dict[str, Any], options: CPUOptions, language: Any = None) -> None:
         if getattr(language, "name", "TRITON") != "TRITON":
             raise RuntimeError("Triton backend cpu: Gluon kernels are tied to GPU layouts and cannot be compiled for a CPU")
+        if knobs.compilation.store_binary_only:
+            raise RuntimeError("Triton backend cpu: TRITON_STORE_BINARY_ONLY keeps the binaries of GPUs only; unset it")
         stages["ttir"] = lambda mod, metadata: self.make_ttir(mod, metadata)
         stages["llir"] = lambda mod, metadata: self.make_llir(mod, metadata, options)
         stages["asm"] = lambda source, metadata: self.make_asm(source, options)

@@ -12,7 +12,7 @@ import triton.language as tl
 from triton.language import core
 from triton.language.extra import libdevice
 
-from torch_triton_dist.backends.cpu import target
+from torch_triton_dist.backends.cpu import target, toolchain
 
 
 @triton.jit
@@ -295,6 +295,28 @@ def test_processors_without_avx512(monkeypatch, dtype):
     torch.testing.assert_close(out.double(), v.view(16, 16) @ v.view(16, 16).T, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(w[:200].double(), (v.exp() + v.sum())[:200], rtol=tolerance, atol=tolerance)
     assert (w[200:] == 0).all()
+
+
+@triton.jit
+def _square(x, out, N: tl.constexpr):
+    place = tl.arange(0, N)[:, None] * N + tl.arange(0, N)[None, :]
+    a = tl.load(x + place)
+    tl.store(out + place, tl.dot(a, a))
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_code_of_products_is_made_ahead_or_with_the_rest(monkeypatch, ahead):
+    monkeypatch.setenv("TRITON_ALWAYS_COMPILE", "1")
+    monkeypatch.setattr(toolchain, "_ahead", {})
+    if not ahead:
+        monkeypatch.setattr(toolchain._Ahead, "start", lambda job: (_ for _ in ()).throw(RuntimeError("can't start new thread")))
+    _square.device_caches.clear()
+    x, out = torch.randn(64, 64), torch.empty(64, 64)
+    kernel = _square[(1,)](x, out, 64)
+    torch.testing.assert_close(out, x @ x)
+    assert len(toolchain._ahead) == ahead
+    assert "define internal void @dot_float_64x64x64" in kernel.asm["llir"]
+    assert (".hidden" in kernel.asm["asm"]) == ahead
 
 
 @core.extern

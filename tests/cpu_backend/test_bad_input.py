@@ -64,6 +64,12 @@ def test_missing_and_impossible_arguments(arguments, constants, error):
         _scale[(1,)](*values, **constants)
 
 
+@pytest.mark.parametrize("grid", [(1.0,), ("1",), (1, None)])
+def test_grids_that_are_not_integers(grid):
+    with pytest.raises(TypeError, match="integer"):
+        _scale[grid](torch.randn(64), torch.empty(64), 64, BLOCK=64)
+
+
 _LAUNCH = """
 import resource, sys, torch, triton
 sys.path.insert(0, {lessons!r})

@@ -166,3 +166,26 @@ def test_philox():
     expected = torch.tensor([(-word - 1 if word < 0 else word) * 4.6566127342e-10 for word in signed])
     torch.testing.assert_close(out[0, :8], expected, rtol=1e-6, atol=1e-7)
     assert abs(out[1].mean().item()) < 0.2 and abs(out[1].std().item() - 1) < 0.1
+
+
+@triton.jit
+def _scalar_division(x, y, quotients, rests, n):
+    for i in range(n):
+        a, b = tl.load(x + i), tl.load(y + i)
+        tl.store(quotients + i, a // b)
+        tl.store(rests + i, a % b)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint32])
+def test_division_of_scalars(dtype):
+    """Towards zero, as in C; at the ends of the range too; and nothing traps."""
+    info = torch.iinfo(dtype)
+    numbers = [info.min, info.min + 1, -7, -2, -1, 0, 1, 2, 7, 100, info.max - 1, info.max]
+    pairs = [(a, b) for a in numbers for b in numbers if min(a, b) >= info.min]
+    x, y = (torch.tensor(side).to(dtype) for side in zip(*pairs, strict=True))
+    quotients, rests = torch.empty_like(x), torch.empty_like(x)
+    _scalar_division[(1,)](x, y, quotients, rests, len(pairs))
+    for (a, b), quotient, rest in zip(pairs, quotients.tolist(), rests.tolist(), strict=True):
+        if b != 0 and (a, b) != (info.min, -1):
+            expected = abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
+            assert (quotient, rest) == (expected, a - expected * b), (a, b)

@@ -12,7 +12,7 @@ import triton.language as tl
 from triton.language import core
 from triton.language.extra import libdevice
 
-from torch_triton_dist.backends.cpu import runtime, target, toolchain
+from torch_triton_dist.backends.cpu import target, toolchain
 
 
 @triton.jit
@@ -208,20 +208,58 @@ def _double(x, out, N: tl.constexpr):
     tl.store(out + i, tl.load(x + i) * 2)
 
 
-def test_damaged_cache_entry_is_rebuilt():
+@pytest.mark.parametrize("damage", ["empty", "truncated", "garbage", "missing"])
+@pytest.mark.parametrize("part", ["group", "json", "source", "ttir", "llir", "asm", "so"])
+def test_damaged_cache_entry_is_rebuilt(part, damage):
     x, out = torch.randn(64), torch.empty(64)
     kernel = _double[(1,)](x, out, 64)
-    path = Path(kernel.metadata_group["_double.so"])
-    sealed = path.read_bytes()
-    path.write_bytes(sealed[: len(sealed) // 2])
-    library = runtime.load_kernel("_double", path.read_bytes(), kernel.metadata)
-    assert hasattr(library, "ttd_programs")
-    assert toolchain.unseal(path.read_bytes()) is not None
+    metadata = Path(kernel.metadata_group["_double.json"])
+    path = metadata.with_name("__grp___double.json" if part == "group" else f"_double.{part}")
+    good = path.read_bytes()
+    if damage == "missing":
+        path.unlink()
+    else:
+        path.write_bytes({"empty": b"", "truncated": good[: len(good) // 2], "garbage": bytes(range(255, -1, -1)) * 40}[damage])
     _double.device_caches.clear()  # from the cache again, as a new process would
-    path.write_bytes(b"")
     out.zero_()
-    _double[(1,)](x, out, 64)
+    again = _double[(1,)](x, out, 64)
     assert torch.equal(out, 2 * x)
+    assert path.exists() and path.read_bytes()[:20] == good[:20] and again.asm["asm"] == kernel.asm["asm"]
+
+
+def test_dumped_stages_can_be_edited(tmp_path, monkeypatch, capfd):
+    x, out = torch.randn(64), torch.empty(64)
+    for name, value in {"KERNEL_DUMP": "1", "DUMP_DIR": tmp_path, "ALWAYS_COMPILE": "1"}.items():
+        monkeypatch.setenv(f"TRITON_{name}", str(value))
+    monkeypatch.setenv("MLIR_ENABLE_DUMP", "1")
+    _double.device_caches.clear()
+    kernel = _double[(1,)](x, out, 64)
+    assert "IR Dump Before" in capfd.readouterr().err
+    (dump,) = tmp_path.iterdir()
+    assert {"_double.ttir", "_double.llir", "_double.asm", "_double.so"} <= {path.name for path in dump.iterdir()}
+    assert (dump / "_double.asm").read_text() == kernel.asm["asm"]
+    (dump / "_double.llir").unlink()
+    ttir = (dump / "_double.ttir").read_text()
+    assert "2.000000e+00" in ttir
+    (dump / "_double.ttir").write_text(ttir.replace("2.000000e+00", "3.000000e+00"))
+    for name, value in {"KERNEL_DUMP": "0", "KERNEL_OVERRIDE": "1", "OVERRIDE_DIR": tmp_path}.items():
+        monkeypatch.setenv(f"TRITON_{name}", str(value))
+    _double.device_caches.clear()
+    with pytest.warns(UserWarning, match=r"_double\.asm is not used; Triton can replace the stages ttir and llir only"):
+        _double[(1,)](x, out, 64)
+    assert torch.equal(out, 3 * x)
+    monkeypatch.setenv("TRITON_KERNEL_OVERRIDE", "0")
+    _double.device_caches.clear()
+    _double[(1,)](x, out, 64)  # what lies in the cache is right again
+    assert torch.equal(out, 2 * x)
+
+
+def test_a_cache_without_binaries_is_refused(monkeypatch):
+    monkeypatch.setenv("TRITON_STORE_BINARY_ONLY", "1")
+    monkeypatch.setenv("TRITON_ALWAYS_COMPILE", "1")
+    _double.device_caches.clear()
+    with pytest.raises(RuntimeError, match="TRITON_STORE_BINARY_ONLY keeps the binaries of GPUs only"):
+        _double[(1,)](torch.randn(64), torch.empty(64), 64)
 
 
 @triton.jit
@@ -257,6 +295,28 @@ def test_processors_without_avx512(monkeypatch, dtype):
     torch.testing.assert_close(out.double(), v.view(16, 16) @ v.view(16, 16).T, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(w[:200].double(), (v.exp() + v.sum())[:200], rtol=tolerance, atol=tolerance)
     assert (w[200:] == 0).all()
+
+
+@triton.jit
+def _square(x, out, N: tl.constexpr):
+    place = tl.arange(0, N)[:, None] * N + tl.arange(0, N)[None, :]
+    a = tl.load(x + place)
+    tl.store(out + place, tl.dot(a, a))
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_code_of_products_is_made_ahead_or_with_the_rest(monkeypatch, ahead):
+    monkeypatch.setenv("TRITON_ALWAYS_COMPILE", "1")
+    monkeypatch.setattr(toolchain, "_ahead", {})
+    if not ahead:
+        monkeypatch.setattr(toolchain._Ahead, "start", lambda job: (_ for _ in ()).throw(RuntimeError("can't start new thread")))
+    _square.device_caches.clear()
+    x, out = torch.randn(64, 64), torch.empty(64, 64)
+    kernel = _square[(1,)](x, out, 64)
+    torch.testing.assert_close(out, x @ x)
+    assert len(toolchain._ahead) == ahead
+    assert "define internal void @dot_float_64x64x64" in kernel.asm["llir"]
+    assert (".hidden" in kernel.asm["asm"]) == ahead
 
 
 @core.extern

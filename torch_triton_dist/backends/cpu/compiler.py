@@ -9,6 +9,7 @@ import hashlib
 from dataclasses import dataclass, fields
 from typing import Any
 
+from triton import knobs
 from triton._C.libtriton import ir, passes
 from triton.backends.compiler import BaseBackend
 
@@ -109,8 +110,10 @@ class CPUBackend(BaseBackend):
     def add_stages(self, stages: dict[str, Any], options: CPUOptions, language: Any = None) -> None:
         if getattr(language, "name", "TRITON") != "TRITON":
             raise RuntimeError("Triton backend cpu: Gluon kernels are tied to GPU layouts and cannot be compiled for a CPU")
+        if knobs.compilation.store_binary_only:
+            raise RuntimeError("Triton backend cpu: TRITON_STORE_BINARY_ONLY keeps the binaries of GPUs only; unset it")
         stages["ttir"] = lambda mod, metadata: self.make_ttir(mod, metadata)
-        stages["llir"] = lambda mod, metadata: self.make_llir(mod, metadata)
+        stages["llir"] = lambda mod, metadata: self.make_llir(mod, metadata, options)
         stages["asm"] = lambda source, metadata: self.make_asm(source, options)
         stages["so"] = lambda source, metadata: self.make_so(source)
 
@@ -130,11 +133,11 @@ class CPUBackend(BaseBackend):
         metadata["shared"] = 0
         return mod
 
-    def make_llir(self, mod: Any, metadata: dict[str, Any]) -> str:
+    def make_llir(self, mod: Any, metadata: dict[str, Any], options: CPUOptions) -> str:
         """Optimised LLVM IR of the kernel; notes what the launcher needs to know in ``metadata``."""
         from .emit import emit_module
         from .target import host
-        from .toolchain import complete, optimise
+        from .toolchain import assemble_ahead, complete, optimise
         from .ttir import UnsupportedOp, locate
 
         target = host()
@@ -142,6 +145,7 @@ class CPUBackend(BaseBackend):
             kernel = emit_module(mod.str_nodebug(), target)
         except UnsupportedOp as error:
             raise error.at(locate(str(mod), error.line)) from None
+        assemble_ahead(kernel.finished.values(), target, options.enable_fp_fusion)
         metadata["name"] = kernel.name
         metadata["params"] = kernel.param_types
         metadata["arena"] = kernel.arena

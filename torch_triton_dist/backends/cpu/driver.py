@@ -81,7 +81,7 @@ class CPUUtils:
 
         from .runtime import load_kernel
 
-        library = load_kernel(name, kernel, getattr(_loading, "metadata", None))
+        library = load_kernel(name, kernel, getattr(getattr(_loading, "metadata", None), "libraries", ()))
         address = ctypes.cast(library.ttd_programs, ctypes.c_void_p).value
         assert address is not None
         return library, address, 0, 0, 1 << 30
@@ -130,6 +130,9 @@ class CPUDriver(DriverBase):
 
     def __init__(self) -> None:
         super().__init__()
+        from .cache import install
+
+        install()
         self.utils = CPUUtils()
 
     @classmethod

@@ -316,6 +316,11 @@ class FunctionEmitter:
     def fill(self, target: Value, value: Value) -> None:
         """Evaluate ``value`` into the buffer of ``target``."""
         assert target.buf is not None
+        if value.scalar is not None and not value.scalar.s.strip("0xH"):  # all bits of the constant are 0
+            size = size_of(target.type.elem) * target.type.numel
+            self.b.declares.add("declare void @llvm.memset.p0.i64(ptr, i8, i64, i1)")
+            self.b.emit(f"call void @llvm.memset.p0.i64(ptr align {_ALIGN} {target.buf}, i8 0, i64 {size}, i1 false)")
+            return
         with self.loops(target.type.dims) as index:
             self.poke(target.type, target.buf, index, self.element(value, index))
 

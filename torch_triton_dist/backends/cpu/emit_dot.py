@@ -132,6 +132,11 @@ def _tile(module: ModuleEmitter, cut: Blocking, tag: str, rows: int, first: int,
     body: list[str] = []
     accumulators = {(i, j): f"%c{i}_{j}~" for i, j in tile}
     for u in range(unroll):
+        if main:  # rows of a of the next tile, which lie behind this one: in each step along k as much as a step takes
+            body.append(f"  %an{u}~ = mul i64 %k~, {rows * size}")
+            body.append(f"  %as{u}~ = getelementptr i8, ptr %arow~, i64 %an{u}~")
+            body.append(f"  %at{u}~ = getelementptr i8, ptr %as{u}~, i64 {(k + u) * rows * size}")
+            body.append(f"  call void @llvm.prefetch.p0(ptr %at{u}~, i32 0, i32 3, i32 1)")
         body += [line.replace("$", str(u)) for line in ahead if u % every == 0]
         for j in range(cut.columns):
             body.append(f"  %bp{u}_{j}~ = getelementptr i8, ptr %brow~, i64 {(u * cut.stride + j * lanes) * size}")

@@ -252,6 +252,9 @@ def _quotient(b: Builder, x: Lane, y: Lane, signed: bool) -> Lane:
     one, zero = constant(ty, 1), constant(ty, 0)
     is_zero = b.compare("icmp eq", y, zero)
     divisor = b.select(is_zero, one, y)
+    if n == 0 and BITS[ty] <= 32:  # as fast as an integer division, -1 needs no care, and LLVM's optimiser has little to ponder
+        fx, fy = (b.cast(f"{prefix}itofp", item, "double") for item in (x, divisor))
+        return b.cast("trunc", b.cast(f"fpto{prefix}i", b.binary("fdiv", fx, fy), "i64"), ty)
     negated = None
     if signed:
         minus = b.compare("icmp eq", y, constant(ty, -1))
@@ -263,7 +266,7 @@ def _quotient(b: Builder, x: Lane, y: Lane, signed: bool) -> Lane:
     else:
         quotient = b.binary(f"{prefix}div", x, divisor)
     if negated is not None:
-        quotient = b.select(b.compare("icmp eq", y, constant(ty, -1)), negated, quotient)
+        quotient = b.select(minus, negated, quotient)
     return b.select(is_zero, zero, quotient)
 
 

@@ -38,6 +38,7 @@ declare i32 @pthread_create(ptr, ptr, ptr, ptr)
 declare i32 @pthread_detach(i64)
 declare ptr @aligned_alloc(i64, i64)
 declare void @free(ptr)
+declare i32 @madvise(ptr, i64, i32)
 declare void @abort() noreturn
 declare i32 @sched_yield()
 declare i32 @nanosleep(ptr, ptr)
@@ -88,15 +89,24 @@ have:
   ret ptr %old
 grow:
   call void @free(ptr %old)
-  %up = add i64 %bytes, 4095
-  %rounded = and i64 %up, -4096
-  %new = call ptr @aligned_alloc(i64 4096, i64 %rounded)
+  %large = icmp sge i64 %bytes, 131072   ; worth a huge page (2 MiB), with which translations of addresses are seldom missed
+  %page = select i1 %large, i64 2097152, i64 4096
+  %mask = sub i64 %page, 1
+  %up = add i64 %bytes, %mask
+  %keep = sub i64 0, %page
+  %rounded = and i64 %up, %keep
+  %new = call ptr @aligned_alloc(i64 %page, i64 %rounded)
   %null = icmp eq ptr %new, null
   br i1 %null, label %fail, label %ok
 fail:
   call void @abort()
   unreachable
 ok:
+  br i1 %large, label %huge, label %note
+huge:
+  %advice = call i32 @madvise(ptr %new, i64 %rounded, i32 14)   ; MADV_HUGEPAGE; without it the memory is as good as before
+  br label %note
+note:
   store ptr %new, ptr %slot
   store i64 %rounded, ptr %psize
   ret ptr %new
@@ -483,11 +493,13 @@ begin:
   %pz = getelementptr i64, ptr %args, i64 2
   store i64 %z, ptr %pz
   %values = getelementptr ptr, ptr %arguments, i64 9
-  br label %next
+  %misfit = call ptr @PyErr_Occurred()   ; a grid of something else than integers
+  %gridless = icmp ne ptr %misfit, null
+  br i1 %gridless, label %raise, label %next
 next:
   %k = phi i64 [ 0, %begin ], [ %k1, %fine_one ]
   %all_done = icmp sge i64 %k, %params
-  br i1 %all_done, label %check, label %one
+  br i1 %all_done, label %hook, label %one
 one:
   %twice = mul i64 %k, 2
   %pkind = getelementptr i64, ptr %table, i64 %twice
@@ -507,10 +519,6 @@ one:
 fine_one:
   %k1 = add i64 %k, 1
   br label %next
-check:
-  %error = call ptr @PyErr_Occurred()
-  %erroneous = icmp ne ptr %error, null
-  br i1 %erroneous, label %raise, label %hook
 raise:
   ret ptr null
 hook:

@@ -8,6 +8,7 @@ import hashlib
 import os
 import platform
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -91,33 +92,18 @@ def launcher(name: str, programs: int, arena: int, params: list[str], positions:
 _KEEP: list[Any] = []
 
 
-def load_kernel(name: str, sealed: bytes, metadata: Any = None) -> ctypes.PyDLL:
-    """Load a compiled kernel. A damaged binary is made again from the assembly beside it in Triton's cache, where ``metadata`` leads.
-
-    Raises RuntimeError if that is damaged too, and OSError if a library that the kernel calls is missing."""
+def load_kernel(name: str, sealed: bytes, libraries: Sequence[str] = ()) -> ctypes.PyDLL:
+    """Load a compiled kernel, after the ``libraries`` that it calls. Raises RuntimeError if it is damaged, OSError if a library is
+    missing. (Damaged files in Triton's cache are noticed before that and compiled again, see cache.py.)"""
     binary = toolchain.unseal(sealed)
     if binary is None:
-        binary = _rebuild(name, metadata)
+        from triton import knobs
+
+        raise RuntimeError(
+            f"Triton backend cpu: the cached binary of kernel {name} is damaged; remove Triton's cache ({knobs.cache.dir}) "
+            "or set TRITON_ALWAYS_COMPILE=1"
+        )
     library()
-    for path in getattr(metadata, "libraries", ()):
+    for path in libraries:
         ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
     return toolchain.load(binary)
-
-
-def _rebuild(name: str, metadata: Any) -> bytes:
-    from triton import knobs
-    from triton.runtime.cache import get_cache_manager
-
-    if metadata is not None:
-        manager = get_cache_manager(metadata.hash)
-        group = manager.get_group(f"{name[:150]}.json") or {}
-        path = group.get(f"{name[:150]}.asm")
-        assembly = Path(path).read_text(errors="replace") if path and os.path.exists(path) else ""
-        if toolchain.is_intact(assembly):
-            binary = toolchain.build(assembly, host())
-            manager.put(toolchain.seal(binary), f"{name[:150]}.so")
-            return binary
-    raise RuntimeError(
-        f"Triton backend cpu: the cached binary of kernel {name} is damaged; remove Triton's cache ({knobs.cache.dir}) "
-        "or set TRITON_ALWAYS_COMPILE=1"
-    )

@@ -7,10 +7,10 @@ import ctypes
 import functools
 import hashlib
 import os
-import platform
 import re
 import tempfile
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ from .target import Target, host
 _HERE = Path(__file__).parent
 _SEAL = b"ttd-cpu-kernel\0"
 _DIGEST_BYTES = 32
-_CHECKSUM = "// sha256 " if platform.machine() in ("aarch64", "arm64") else "# sha256 "
 
 
 @functools.cache
@@ -144,16 +143,50 @@ def complete(source: str, finished: dict[str, str]) -> str:
     return source
 
 
+_FUNCTION = re.compile(r"^define internal [^\n]* \{\n.*?^\}$", re.M | re.S)
+_ahead: dict[tuple[str, bool], _Ahead] = {}
+
+
+class _Ahead(threading.Thread):
+    """Generates the code of a function while other work goes on: LLVM runs without the GIL."""
+
+    def __init__(self, function: str, target: Target, fuse: bool) -> None:
+        super().__init__(name="ttd-cpu-codegen")
+        self.arguments = function.replace("define internal", "define hidden", 1), target, fuse
+        self.assembly = ""
+
+    def run(self) -> None:
+        self.assembly = _generate(*self.arguments, binary=False)
+
+
+def assemble_ahead(functions: Iterable[str], target: Target, fuse: bool = True) -> None:
+    """Begin with functions of a text that :func:`assemble` will be given (internal ones, as good as they are)."""
+    for function in functions:
+        if (function, fuse) not in _ahead:
+            job = _Ahead(function, target, fuse)
+            with contextlib.suppress(RuntimeError):  # no thread to be had: assemble() does it
+                job.start()
+                _ahead[function, fuse] = job
+
+
+os.register_at_fork(after_in_child=_ahead.clear)  # there the threads are gone
+
+
 def assemble(source: str, target: Target, fuse: bool = True) -> str:
-    """Assembly of optimised LLVM IR, with a checksum in its last line. ``fuse``: multiplications and additions may become fused ones."""
-    text = _generate(source, target, fuse, False)
-    return f"{text.rstrip()}\n{_CHECKSUM}{hashlib.sha256(text.rstrip().encode()).hexdigest()}\n"
+    """Assembly of optimised LLVM IR. ``fuse``: multiplications and additions may become fused ones."""
+    parts: list[str] = []
 
+    def take(match: re.Match[str]) -> str:
+        job = _ahead.get((match.group(), fuse))
+        if job is not None:
+            job.join()
+        if job is None or not job.assembly:
+            return match.group()
+        parts.append(re.sub(r"\.L(?=[A-Za-z])", f".L{len(parts)}_", job.assembly))
+        return match.group().partition(" {\n")[0].replace("define internal", "declare hidden", 1)
 
-def is_intact(assembly: str) -> bool:
-    """Whether the text is what :func:`assemble` returned."""
-    text, _, digest = assembly.rpartition(f"\n{_CHECKSUM}")
-    return hashlib.sha256(text.encode()).hexdigest() == digest.strip()
+    source = _FUNCTION.sub(take, source)
+    return "".join([_generate(source, target, fuse, False), *parts])
 
 
 def build(assembly: str, target: Target) -> bytes:

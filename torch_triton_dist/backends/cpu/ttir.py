@@ -6,11 +6,13 @@ the text. MLIR prints it regularly: one operation a line, regions indented betwe
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from dataclasses import dataclass, field
 
 _SSA = r"%[\w.$-]+"
+_BRACKETS = frozenset('"<([{}])>')
 
 
 class UnsupportedOp(RuntimeError):
@@ -137,6 +139,8 @@ class Function:
 
 def split_top(text: str, separator: str = ",") -> list[str]:
     """Split at separators that stand outside brackets and strings."""
+    if not _BRACKETS.intersection(text):
+        return [item for piece in text.split(separator) if (item := piece.strip())]
     items, depth, start, quoted = [], 0, 0, False
     for position, char in enumerate(text):
         if char == '"':
@@ -154,6 +158,7 @@ def split_top(text: str, separator: str = ",") -> list[str]:
     return [item for item in items if item]
 
 
+@functools.cache
 def parse_type(text: str) -> Type:
     text = text.strip()
     if not text.startswith("tensor<"):

@@ -60,8 +60,8 @@ def disable() -> None:
 
 @contextlib.contextmanager
 def enabled() -> Iterator[None]:
-    """`with enabled():` what is compiled inside is compiled with the extension. Leaves the state as it was: what has been compiled inside is
-    dropped at the end, as `disable` does, and compiled again without the extension when it is called later."""
+    """`with enabled():` what is compiled inside is compiled with the extension. Leaves the state as it was: what has been compiled inside
+    is dropped at the end, as `disable` does, and compiled again without the extension when it is called later."""
     before = is_enabled()
     enable()
     try:

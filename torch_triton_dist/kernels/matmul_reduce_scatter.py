@@ -218,7 +218,7 @@ def plan(
         "TMA": bool(tma),
         "B_ROWS": tma == "rows",
         "S": share,
-        "SLICE": slice_of(tile, k) if staged else 0,
+        "SLICE": slice_of(tile) if staged else 0,
         "STAGED": slots * tile.m * tile.n,
         "BIAS_DIMS": bias_dims,
         "SCALE": 1.0 / world if reduce_op == "avg" else 1.0,

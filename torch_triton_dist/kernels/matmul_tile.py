@@ -62,9 +62,8 @@ def matmul_tile(
         a_ptrs += BLOCK_K * stride_ak
         b_ptrs += BLOCK_K * stride_bk
         if SLICE:
-            tl.store(target + lane, piece, mask=lane < left)
-            lane += SLICE
-            piece = tl.load(source + lane, mask=lane < left, cache_modifier=".cg")
+            tl.store(target + k * SLICE + lane, piece, mask=lane < left - k * SLICE)
+            piece = tl.load(source + (k + 1) * SLICE + lane, mask=lane < left - (k + 1) * SLICE, cache_modifier=".cg")
     if SLICE:
         copy(source, target, tl.cdiv(K, BLOCK_K) * SLICE, left, SLICE)
     return acc
@@ -106,9 +105,9 @@ def matmul_tile_tma(
             b_tile = b.load([col, k]).T
         acc = tl.dot(a_tile, b_tile, acc, input_precision=INPUT_PRECISION)
         if SLICE:
-            tl.store(target + lane, piece, mask=lane < left)
-            lane += SLICE
-            piece = tl.load(source + lane, mask=lane < left, cache_modifier=".cg")
+            at = k // BLOCK_K * SLICE
+            tl.store(target + at + lane, piece, mask=lane < left - at)
+            piece = tl.load(source + at + SLICE + lane, mask=lane < left - at - SLICE, cache_modifier=".cg")
     if SLICE:
         copy(source, target, tl.cdiv(K, BLOCK_K) * SLICE, left, SLICE)
     return acc

@@ -96,11 +96,9 @@ def wide_tile_pays(m: int, n: int) -> bool:
     return 1.5 * wide <= narrow
 
 
-def slice_of(tile: Tile, k: int) -> int:
-    """Elements of a staged tile to be sent in each step over the depth k: all of it in as many steps as there are, if that is not too many
-    for the registers."""
-    size = tile.m * tile.n
-    return power_of_two(-(-size // max(1, k // tile.k)), min(32 * tile.num_warps, size), min(4096, size))
+def slice_of(tile: Tile) -> int:
+    """Elements of a staged tile to be sent in each step over K: 16 bytes of each thread, of 16-bit numbers."""
+    return min(8 * 32 * tile.num_warps, tile.m * tile.n)
 
 
 def share_of_round(tiles: int, world: int, size: int) -> int:

@@ -55,8 +55,8 @@ def report() -> Report:
     result.sections.append(("GPUs", rows))
     if torch:
         result.sections.append(("communication", communication(torch, gpus, result)))
-        result.sections.append(("measured times", table_rows(torch, gpus, result)))
     if torch and triton:
+        result.sections.append(("measured times", table_rows(torch, gpus, result)))
         result.sections.append(("code generation", [("Triton backend", triton_backend(triton, gpus, result))]))
     if torch and torch.distributed.is_available():
         result.sections.append(("heaps of this process", heap_rows()))

@@ -201,6 +201,17 @@ def test_every_load_from_the_heap_takes_its_address_through_a_wait(case):
     assert before >= 2 or "tma" in case
 
 
+def test_wavefronts_wait_for_what_they_stage():
+    """Before the barrier behind which others load it: on AMD a barrier does not wait for stores."""
+
+    def waits(staged):
+        plan = mm_rs.plan(4096, 8192, 2048, 4, BF16, inner=1024, reduce_op="sum", bias_dims=0, device=GPU, staged=staged)
+        kernel = eager_kernel(plan.kernel, mm_rs.SOURCE, plan.constants, mm_rs.inputs(False))
+        return cross_compile(kernel, plan, "gfx942").asm["ttir"].count("s_waitcnt vmcnt(0)")
+
+    assert waits(True) == waits(False) + 1
+
+
 @pytest.mark.parametrize("case", ["all_gather tma", "all_gather tma kept"])
 def test_tma_loads_from_the_heap_come_behind_a_wait_and_a_fence(case):
     """The rows that an all-gather loads through the async proxy are reached through the wait, and fenced behind it."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from unittest import mock
 
 import pytest
 import torch
@@ -242,6 +243,18 @@ def test_signatures_tell_problems_apart():
     codes += [reduce(), reduce(m=2048), reduce(n=1024), reduce(op="avg"), reduce(dtype=fp16), reduce(two_shot=False)]
     codes += [gather(), gather(rows=512, inner=512), gather(k=128), gather(inner=128), gather(dtype=fp16)]
     assert len(set(codes)) == len(codes)
+
+
+@given(m=st.integers(1, 5000), n=st.integers(1, 30000), k=st.integers(16, 9000), dtype=st.sampled_from(DTYPES), tma=st.booleans())
+@settings(max_examples=300, deadline=None)
+def test_operands_fit_the_shared_memory_of_small_gpus(m, n, k, dtype, tma):
+    """99 KiB a program, with the tensor memory accelerator (sm_120) or without (sm_86, sm_89)."""
+    with mock.patch.object(tile_shapes, "shared_bytes", lambda: 97 << 10), mock.patch.object(tile_shapes, "has_tma", lambda index: tma):
+        tiles = [tile_shapes.few_rows_tile(m, n, k, dtype, "cuda", gathered) for gathered in (True, False)]
+        tiles += [tile_shapes.choose_tile(m, rows, n, k, dtype, "cuda") for rows in (m, -(-m // 4))]
+        assert all(tile.num_stages * tile.k * (tile.m + tile.n) * dtype.itemsize <= 97 << 10 for tile in tiles)
+        wide = tile_shapes.wide_tile(k)
+        assert wide.num_stages * wide.k * (wide.m + wide.n) * 2 <= 97 << 10
 
 
 def test_what_the_tensor_memory_accelerator_can_load(monkeypatch):

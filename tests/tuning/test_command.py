@@ -11,7 +11,7 @@ import torch
 
 from torch_triton_dist import doctor
 from torch_triton_dist.bench.cases import AG, AR, RS, gate_grid
-from torch_triton_dist.tuning.command import summary, table_of
+from torch_triton_dist.tuning.command import summary, table_of, unwritable
 from torch_triton_dist.tuning.table import VARIABLE, Found, Row, Table, find, parse
 
 
@@ -72,6 +72,7 @@ def test_a_wrong_kernel_is_no_table(tmp_path):
         (["--replays=0"], {}, "must be above 0"),
         ([], {VARIABLE: "/dev/null/tables"}, "/dev/null is not a folder that can be written to"),
         (["--out=/dev/null/table.json"], {}, "choose a file with --out"),
+        (["--out=/tmp"], {}, "--out /tmp is a folder"),
         ([], {"RANK": "0", "WORLD_SIZE": "2"}, "without torchrun"),
     ],
 )
@@ -79,6 +80,16 @@ def test_refuses(arguments, environment, says):
     device = [] if any("--device" in word for word in arguments) else ["--device=cpu"]
     done = tune(*device, *arguments, **environment)
     assert done.returncode == 2 and says in done.stderr and done.stderr.startswith("tune: "), done.stderr
+
+
+def test_a_folder_that_may_not_be_looked_into(tmp_path, monkeypatch):
+    """As another user's home folder: there, `Path.exists` raises."""
+
+    def forbidden(path, *args, **kwargs):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(os, "stat", lambda path, *args, **kwargs: forbidden(path))
+    assert "choose a file with --out" in unwritable(tmp_path / "tables")
 
 
 def test_the_grid():

@@ -133,6 +133,7 @@ SOURCE = r"""
                 index = tile * (WORLD - 1) + (owner + WORLD - me) % WORLD - 1
 {% if SLICE %}
                 tl.store(stage + in_tile, product.to(DTYPE))
+                dl.stores_done()
                 tl.debug_barrier()  # threads load what others have stored
 {% else %}
                 remote = dl.symm_at(slots, owner, alignment=16, ctx=CTX) + index.to(tl.int64) * (BLOCK_M * BLOCK_N)

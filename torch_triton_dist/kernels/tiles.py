@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 PROCESSORS = 132  # of a large GPU; not the number here, because what follows from it has to be the same on all ranks
-STAGE_BYTES = 200 << 10  # of the shared memory of a multiprocessor with the tensor memory accelerator, for operands
+STAGE_BYTES = 200 << 10  # of shared memory that a program takes for operands, at most
 STAGES = 192  # programs that stage what they send, at most
 TMA_ROWS = 64  # rows of a tile from which on making descriptors, some 2 us a program, pays
 TMA_BYTES = 16  # alignment of addresses and strides that the tensor memory accelerator asks for
@@ -36,21 +36,21 @@ def power_of_two(value: int, low: int = 1, high: int = 1 << 30) -> int:
 
 def choose_tile(m: int, rows: int, n: int, k: int, dtype: torch.dtype, device_type: str, wide: int = 128) -> Tile:
     """Tile for a matmul of m rows over all ranks, `rows` of which one rank owns (m where rows have no owner), n columns and depth k.
-    wide: columns of a tile when `rows` is small, the best of docs/measurements.md. Rows and columns of the tile do not depend on k."""
+    wide: columns of a tile when `rows` is small. Rows and columns of the tile do not depend on k."""
     if device_type == "cpu":
         # One tile of A, B and of the accumulator fit a core's second-level cache.
         return Tile(power_of_two(rows, 16, 64), power_of_two(n, 16, 64), power_of_two(k, 16, 64), 1, 1)
     if dtype == torch.float32:
-        return Tile(power_of_two(rows, 16, 128), power_of_two(n, 16, 128 if rows > 64 else 64), 32, 8 if rows > 64 else 4, 4)
+        return fitting(Tile(power_of_two(rows, 16, 128), power_of_two(n, 16, 128 if rows > 64 else 64), 32, 8 if rows > 64 else 4, 4), 4)
     if rows <= 64:  # the weights are read once: narrow tiles keep all multiprocessors reading
         height = power_of_two(rows, 16, 64)
         width = power_of_two(n, 32, wide)
         stages = 6 if height + width <= 128 else 4 if width <= 128 else 3
         depth = 128 if k >= 4096 and height <= 32 and width <= 64 else 64
-        return Tile(height, width, power_of_two(k, 32, depth), 4, stages)
+        return fitting(Tile(height, width, power_of_two(k, 32, depth), 4, stages), 2)
     if m >= 2048 and n >= 2048:
         return wide_tile(k)
-    return Tile(128, power_of_two(n, 32, 128), power_of_two(k, 32, 64), 8, 4)
+    return fitting(Tile(128, power_of_two(n, 32, 128), power_of_two(k, 32, 64), 8, 4), 2)
 
 
 def few_rows_tile(m: int, n: int, k: int, dtype: torch.dtype, device_type: str, gathered: bool, wide: bool = True) -> Tile:
@@ -69,7 +69,7 @@ def few_rows_tile(m: int, n: int, k: int, dtype: torch.dtype, device_type: str, 
     height, width = next((shape for shape in shapes if -(-m // shape[0]) * -(-n // shape[1]) <= PROCESSORS), shapes[-1])
     width = min(width, power_of_two(n, 16))
     if dtype == torch.float32:
-        return Tile(height, width, 32, 4, 4) if height <= 64 else choose_tile(256, 256, n, k, dtype, device_type)
+        return fitting(Tile(height, width, 32, 4, 4), 4) if height <= 64 else choose_tile(256, 256, n, k, dtype, device_type)
     if wide and m >= 192 and wide_tile_pays(m, n):
         return wide_tile(k)
     return deep_tile(height, width, k)
@@ -80,14 +80,28 @@ def deep_tile(height: int, width: int, k: int) -> Tile:
     small = height + width <= 144
     warps = 4 if height <= 64 else 8
     if not has_tma(None):
-        return Tile(height, width, power_of_two(k, 32, 64), warps, 6 if height + width <= 128 else 4)
+        return fitting(Tile(height, width, power_of_two(k, 32, 64), warps, 6 if height + width <= 128 else 4), 2)
     depth = power_of_two(k, 32, 128 if small and k >= 1024 else 64)
-    return Tile(height, width, depth, warps, min(6 if depth > 64 else 8, STAGE_BYTES // (2 * depth * (height + width))))
+    return fitting(Tile(height, width, depth, warps, 6 if depth > 64 else 8), 2)
 
 
 def wide_tile(k: int) -> Tile:
     """The tile with the highest rate, for problems that give every multiprocessor several of it."""
-    return Tile(128, 256, power_of_two(k, 32, 64), 8, 4 if has_tma(None) else 3)
+    return fitting(Tile(128, 256, power_of_two(k, 32, 64), 8, 4 if has_tma(None) else 3), 2)
+
+
+def fitting(tile: Tile, itemsize: int) -> Tile:
+    """The tile with as many stages as the shared memory has room for."""
+    stages = shared_bytes() // (itemsize * tile.k * (tile.m + tile.n))
+    return tile._replace(num_stages=max(1, min(tile.num_stages, stages)))
+
+
+@functools.cache
+def shared_bytes() -> int:
+    """Shared memory that a program may take for its operands. Where no GPU is present, that of Hopper; on AMD Triton makes it fit."""
+    if torch.version.hip is not None or not torch.cuda.is_available():
+        return STAGE_BYTES
+    return min(STAGE_BYTES, torch.cuda.get_device_properties(None).shared_memory_per_block_optin - (2 << 10))
 
 
 def wide_tile_pays(m: int, n: int) -> bool:

@@ -60,6 +60,8 @@ def main(options: argparse.Namespace, words: list[str]) -> int:
         problem = "it starts the ranks itself: run it once, without torchrun"
     elif options.quick and not options.out:
         problem = "--quick needs --out FILE: its few shapes would stand for all others"
+    elif options.out and os.path.isdir(options.out):
+        problem = f"--out {options.out} is a folder: name a file"
     problem = problem or unwritable(Path(options.out).absolute().parent if options.out else cache_folder())
     if problem:
         print(f"tune: {problem}", file=sys.stderr)
@@ -86,9 +88,9 @@ def main(options: argparse.Namespace, words: list[str]) -> int:
 def unwritable(folder: Path) -> str | None:
     """Why no file can be made in `folder`, which is asked before minutes are spent, or None."""
     there = folder
-    while not there.exists() and there != there.parent:
+    while not os.path.exists(there) and there != there.parent:
         there = there.parent
-    if there.is_dir() and os.access(there, os.W_OK | os.X_OK):
+    if os.path.isdir(there) and os.access(there, os.W_OK | os.X_OK):
         return None
     return f"{there} is not a folder that can be written to: choose a file with --out, or a folder with {VARIABLE}"
 

@@ -18,7 +18,6 @@ import hashlib
 import importlib.resources
 import json
 import logging
-import math
 import os
 import re
 import tempfile
@@ -136,7 +135,7 @@ def cache_folder() -> Path:
     """Where the tables of this user lie: $TORCH_TRITON_DIST_CACHE_DIR, or torch_triton_dist in $XDG_CACHE_HOME or ~/.cache."""
     own = os.environ.get(VARIABLE)
     if own:
-        return Path(own).absolute()
+        return Path(own).expanduser().absolute()
     base = os.environ.get("XDG_CACHE_HOME", "")
     return Path(base if os.path.isabs(base) else os.path.expanduser("~/.cache"), "torch_triton_dist").absolute()
 
@@ -149,7 +148,7 @@ def parse(text: str | bytes, where: str) -> Table:
     """
     try:
         contents = json.loads(text)
-    except ValueError as error:  # of the decoder of bytes, too
+    except (ValueError, RecursionError) as error:  # of the decoder of bytes, too
         raise TableError(f"{where} is not JSON: {error}") from None
     if not isinstance(contents, dict) or contents.get("format") != FORMAT:
         raise TableError(f"{where} is not a table of format {FORMAT}")
@@ -180,7 +179,7 @@ def _row(contents: Any, where: str) -> Row:
 
 
 def _is_time(value: Any) -> bool:
-    return isinstance(value, (int, float)) and math.isfinite(value) and value > 0
+    return isinstance(value, (int, float)) and 0 < value < 1e12
 
 
 def save(table: Table, path: Path) -> None:
@@ -212,6 +211,8 @@ def shipped() -> tuple[Table, ...]:
 def users(device: str, world: int, bits: int, torch: str, triton: str) -> Table | None:
     """This user's table of a key. One that cannot be used is named in the log, and None."""
     path = cache_folder() / file_name(device, world, bits, torch, triton)
+    if not os.path.exists(path):  # or in a folder that this user may not look into
+        return None
     try:
         table = parse(path.read_bytes(), str(path))
         if table.name != path.name or table.device != device:

@@ -161,6 +161,7 @@ class _Ahead(threading.Thread):
 
 def assemble_ahead(functions: Iterable[str], target: Target, fuse: bool = True) -> None:
     """Begin with functions of a text that :func:`assemble` will be given (internal ones, as good as they are)."""
+    _llvm()  # before there is a second thread: LLVM's list of targets has no lock
     for function in functions:
         if (function, fuse) not in _ahead:
             job = _Ahead(function, target, fuse)

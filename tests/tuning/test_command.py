@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from torch_triton_dist import doctor
+from torch_triton_dist.__main__ import main
 from torch_triton_dist.bench.cases import AG, AR, RS, gate_grid
 from torch_triton_dist.tuning.command import summary, table_of, unwritable
 from torch_triton_dist.tuning.table import VARIABLE, Found, Row, Table, find, parse
@@ -76,10 +77,13 @@ def test_a_wrong_kernel_is_no_table(tmp_path):
         ([], {"RANK": "0", "WORLD_SIZE": "2"}, "without torchrun"),
     ],
 )
-def test_refuses(arguments, environment, says):
+def test_refuses(arguments, environment, says, monkeypatch, capsys):
     device = [] if any("--device" in word for word in arguments) else ["--device=cpu"]
-    done = tune(*device, *arguments, **environment)
-    assert done.returncode == 2 and says in done.stderr and done.stderr.startswith("tune: "), done.stderr
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert main(["tune", *device, *arguments]) == 2
+    told = capsys.readouterr().err
+    assert says in told and told.startswith("tune: "), told
 
 
 def test_a_folder_that_may_not_be_looked_into(tmp_path, monkeypatch):

@@ -1,0 +1,490 @@
+"""The protocols of the kernels as a model: random interleavings of programs, launches and ranks, with every race made visible.
+
+A program is a generator: it yields wherever another one may run, or yields a condition that it waits for. Each cell of a heap holds
+what was stored there last; a store passes through a state `TORN`, a load looks twice. A reader that finds anything but what it waits
+for, or programs that all wait, fail the test. The same model with a rule taken away has to fail, or it would show nothing: kernels ask
+`p.keeps(rule)`, and `BROKEN` in test_protocol_model.py lists what happens without each rule.
+
+Flags are stamps, n << 16 | signature, as in NOTE [stamps] of language/core.py. The order of claims in the kernels that reduce is that of
+test_rounds.py, which holds the kernels' own functions to it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import random
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from tests.kernels.test_rounds import expected
+from torch_triton_dist.runtime.layout import signature_code
+
+TORN = "half written"
+NO_TILE = 1 << 20
+
+# Rules of the protocols; each is left out by some case of `BROKEN` in test_protocol_model.py.
+ROTATION = "launches use two halves in turn"
+DATA_FIRST = "a flag is raised when the data are stored"
+COUNT_LAST = "a chunk is counted when it is stored"
+COUNT_ANEW = "the count of a block starts from n << 16"
+COUNTED = "the last chunk of a block raises its flag, not each one"
+ADD_LAST = "the parts of a tile are added by who has stored the last one"
+PAY_BEFORE_WAIT = "a program pays what it owes before it waits"
+PAY_BEFORE_LEAVE = "a program pays what it owes before it leaves"
+SEND_FIRST = "what others wait for is claimed before what waits"
+HELP_FIRST = "a program waits when nothing is left to be sent"
+CLEAR_SENDS = "the last program to leave clears the counter of sends"
+TELL = "a rank tells its peers what it has entered"
+KEEP_OUT = "launches behind one that gave up find no tile"
+
+
+class Race(AssertionError):
+    """Somebody read what was not (or no longer) there."""
+
+
+class Deadlock(AssertionError):
+    """All programs wait."""
+
+
+class GaveUp(Exception):
+    """A wait of a rank that was told to give up; its program leaves."""
+
+
+class Mismatch(AssertionError):
+    """A peer runs another kernel in this launch: what a kernel reports to the host."""
+
+
+@dataclass
+class Rank:
+    """Context and heap of one rank: LAUNCH, CLAIM, SEND, TICKET, what peers have entered; flags and data by (half, index)."""
+
+    launch: int = 1
+    claim: int = 0
+    send: int = 0
+    ticket: int = 0
+    told_in: int = 1 << 30  # launch in which it is told to give up
+    entered: dict = field(default_factory=lambda: defaultdict(int))
+    flags: dict = field(default_factory=lambda: defaultdict(int))
+    data: dict = field(default_factory=dict)
+
+
+@dataclass
+class Program:
+    """What a kernel may do, as in the device language."""
+
+    ranks: list[Rank]
+    me: int
+    pid: int
+    programs: int
+    without: str
+    n: int = 0
+    stamp: int = 0
+
+    @property
+    def world(self):
+        return len(self.ranks)
+
+    @property
+    def half(self):
+        return self.n % 2 if self.keeps(ROTATION) else 0
+
+    def keeps(self, rule):
+        return rule != self.without
+
+    def run(self, kernel):
+        own = self.ranks[self.me]
+        self.n = own.launch
+        self.stamp = self.n << 16 | kernel.signature
+        yield
+        with contextlib.suppress(GaveUp):
+            yield from kernel(self)
+        yield
+        own.ticket += 1  # leave
+        if own.ticket == self.programs:
+            yield
+            own.ticket = 0
+            own.claim = NO_TILE if own.launch >= own.told_in and self.keeps(KEEP_OUT) else 0
+            if self.keeps(CLEAR_SENDS):
+                own.send = own.claim
+            yield
+            own.launch += 1
+
+    def claim(self, counter="claim"):
+        yield
+        claimed = getattr(self.ranks[self.me], counter)
+        setattr(self.ranks[self.me], counter, claimed + 1)
+        return claimed
+
+    def first_claim(self):
+        claimed = yield from self.claim()
+        if claimed == 0 and self.keeps(TELL):
+            for i in range(1, self.world):
+                self.ranks[(self.me + i) % self.world].entered[self.me] = self.stamp
+                yield
+        return claimed
+
+    def store(self, target, slot, value, size=1):
+        """Stores a slot of `size` cells into the heap of rank `target`."""
+        for state in (TORN, (self.n, value)):
+            for cell in range(size):
+                self.ranks[target].data[self.half, slot * size + cell] = state
+                yield
+
+    def notify(self, target, flag):
+        yield
+        self.ranks[target].flags[self.half, flag] = self.stamp
+
+    def notify_all(self, flag):
+        """The flag at all ranks, in any order."""
+        ranks = list(range(self.world))
+        random.Random(self.n * 31 + flag).shuffle(ranks)
+        for rank in ranks:
+            yield from self.notify(rank, flag)
+
+    def wait(self, flags):
+        """Waits for flags, (index, rank that raises it) each, one after the other."""
+        own = self.ranks[self.me]
+
+        def other(peer):
+            return own.entered[peer] >> 16 == self.n and own.entered[peer] != self.stamp
+
+        for flag, peer in flags:
+            yield lambda flag=flag, peer=peer: own.flags[self.half, flag] >> 16 >= self.n or other(peer) or own.launch >= own.told_in
+            if own.launch >= own.told_in:
+                raise GaveUp
+            seen = own.flags[self.half, flag]
+            if other(peer) or (seen >> 16 == self.n and seen != self.stamp):
+                raise Mismatch(f"rank {self.me}, launch {self.n}, flag {flag} of rank {peer}")
+            if seen != self.stamp:
+                raise Race(f"rank {self.me}, launch {self.n}, flag {flag} is of launch {seen >> 16}")
+
+    def wait_peers(self, first):
+        yield from self.wait([(first + j, (self.me - 1 - j) % self.world) for j in range(self.world - 1)])
+
+    def wait_all(self, first, count=1):
+        yield from self.wait([(first + i * self.world + rank, rank) for i in range(count) for rank in range(self.world)])
+
+    def load(self, slot, value, size=1):
+        """Reads a slot of the own heap, twice."""
+        for _ in range(2):
+            for cell in range(size):
+                found = self.ranks[self.me].data.get((self.half, slot * size + cell))
+                if found != (self.n, value):
+                    raise Race(f"rank {self.me}, launch {self.n}, slot {slot}: {found}, not {value}")
+                yield
+
+
+def kernel_maker(make):
+    """Gives a kernel a signature of what it is made of, and a name."""
+
+    @functools.wraps(make)
+    def made(*args, **kwargs):
+        kernel = make(*args, **kwargs)
+        kernel.signature = signature_code(f"{make.__name__} {args} {sorted(kwargs.items())}")
+        return kernel
+
+    return made
+
+
+def rounds_of(p, rounds, s, copies=False):
+    """(round, place, whether to copy) by claim."""
+    order = expected(rounds, s, p.world, copies)
+    if not p.keeps(SEND_FIRST):
+        order.sort(key=lambda step: step[1] < (p.world - 1) * s)  # own tiles before those of others
+    return order
+
+
+@kernel_maker
+def reduce_scatter(tiles, s=1, size=1, staged=False):
+    def kernel(p):
+        order = rounds_of(p, -(-tiles // s), s)
+        stage = tiles * (p.world - 1) + p.pid
+        owed = None
+
+        def pay():
+            owner, index, tile = owed
+            if staged:
+                yield from p.load(stage, ("rs", p.me, owner, tile), size)
+                yield from p.store(owner, index, ("rs", p.me, owner, tile), size)
+            yield from p.notify(owner, index)
+
+        claim = yield from p.first_claim()
+        while claim < len(order):
+            round, place, _ = order[claim]
+            owner, tile = (p.me + 1 + place // s) % p.world, round * s + place % s
+            if tile < tiles:
+                yield  # the product
+                if owed and (owner != p.me or p.keeps(PAY_BEFORE_WAIT)):
+                    yield from pay()
+                    owed = None
+                if owner != p.me:
+                    index = tile * (p.world - 1) + (owner - p.me) % p.world - 1
+                    if not p.keeps(DATA_FIRST):
+                        yield from p.notify(owner, index)
+                    at = (p.me, stage) if staged else (owner, index)
+                    yield from p.store(*at, ("rs", p.me, owner, tile), size)
+                    owed = (owner, index, tile)
+                else:
+                    first = tile * (p.world - 1)
+                    yield from p.wait_peers(first)
+                    for i in range(1, p.world):
+                        yield from p.load(first + p.world - 1 - i, ("rs", (p.me + i) % p.world, p.me, tile), size)
+            claim = yield from p.claim()
+        if owed and p.keeps(PAY_BEFORE_LEAVE):
+            yield from pay()
+
+    return kernel
+
+
+@kernel_maker
+def one_shot(tiles, size=1):
+    def kernel(p):
+        claim = yield from p.first_claim()
+        while claim < tiles:
+            tile, first = claim, claim * p.world
+            if not p.keeps(SEND_FIRST):
+                yield from p.wait_all(first)
+            yield  # the product
+            if not p.keeps(DATA_FIRST):
+                yield from p.notify_all(first + p.me)
+            for i in range(1, p.world):
+                yield from p.store((p.me + i) % p.world, first + p.me, ("ar", p.me, tile), size)
+            yield from p.notify_all(first + p.me)
+            claim = yield from p.claim()  # while the products travel
+            yield from p.wait_all(first)
+            for source in range(p.world):
+                if source != p.me:
+                    yield from p.load(first + source, ("ar", source, tile), size)
+
+    return kernel
+
+
+@kernel_maker
+def two_shot(tiles, s=1, size=1):
+    def kernel(p):
+        rounds = -(-tiles // (p.world * s))
+        reduced = rounds * s * (p.world - 1)
+        order = rounds_of(p, rounds, s, copies=True)
+        owed = None
+
+        def pay():
+            index, debtor = owed
+            if debtor is None:
+                yield from p.notify_all(reduced + index)
+            else:
+                yield from p.notify(debtor, index)
+
+        claim = yield from p.first_claim()
+        while claim < len(order):
+            round, place, copying = order[claim]
+            owner, local = (p.me + 1 + place // s) % p.world, round * s + place % s
+            tile = (round * p.world + owner) * s + place % s
+            if tile < tiles:
+                yield  # the product
+                if owed and ((not copying and owner != p.me) or p.keeps(PAY_BEFORE_WAIT)):
+                    yield from pay()
+                    owed = None
+                if copying:
+                    yield from p.wait([(reduced + tile, owner)])
+                    yield from p.load(reduced + tile, ("sum", tile), size)
+                elif owner != p.me:
+                    index = local * (p.world - 1) + (owner - p.me) % p.world - 1
+                    yield from p.store(owner, index, ("ar", p.me, tile), size)
+                    owed = (index, owner)
+                else:
+                    first = local * (p.world - 1)
+                    yield from p.wait_peers(first)
+                    for i in range(1, p.world):
+                        yield from p.load(first + p.world - 1 - i, ("ar", (p.me + i) % p.world, tile), size)
+                    if owed:  # only without the rule: the kernel keeps one debt
+                        yield from pay()
+                    if not p.keeps(DATA_FIRST):
+                        yield from p.notify_all(reduced + tile)
+                    for i in range(1, p.world):
+                        yield from p.store((p.me + i) % p.world, reduced + tile, ("sum", tile), size)
+                    owed = (tile, None)
+            claim = yield from p.claim()
+        if owed and p.keeps(PAY_BEFORE_LEAVE):
+            yield from pay()
+
+    return kernel
+
+
+@kernel_maker
+def all_gather(tiles_m, chunks=1, columns=(1, 1, 1, 1), gather=False, senders=1):
+    """columns: tiles in N, by rank: the weight of a rank may be wider than that of another, or have no columns at all."""
+
+    def send_all(p):
+        blocks = tiles_m * chunks
+        send = yield from p.claim("send")
+        while send < (p.world - 1) * blocks:
+            peer = (p.me + p.world - 1 - send // blocks) % p.world
+            block, chunk = send % blocks // chunks, send % blocks % chunks
+            flag, slot = p.me * tiles_m + block, p.me * blocks + send % blocks
+            early = not p.keeps(COUNT_LAST) or not p.keeps(DATA_FIRST)
+            if not early:
+                yield from p.store(peer, slot, ("ag", p.me, block, chunk))
+            if chunks == 1 or (yield from count(p, p.world * tiles_m + send // chunks, chunks - 1, COUNTED)):
+                yield from p.notify(peer, flag)
+            if early:
+                yield from p.store(peer, slot, ("ag", p.me, block, chunk))
+            send = yield from p.claim("send")
+
+    def kernel(p):
+        blocks, tiles = tiles_m * chunks, tiles_m * columns[p.me]
+        claim = 0
+        for part in range(2):
+            if (part == 1 and p.keeps(HELP_FIRST)) or p.pid < senders:
+                yield from send_all(p)
+            if part == 0:
+                claim = yield from p.first_claim()
+            while claim < tiles + part * (p.world - 1) * tiles:
+                source, block = (p.me + claim // tiles) % p.world, claim % tiles % tiles_m
+                if part == 1:
+                    yield from p.wait([(source * tiles_m + block, source)])
+                    for chunk in range(chunks):
+                        yield from p.load(source * blocks + block * chunks + chunk, ("ag", source, block, chunk))
+                claim = yield from p.claim()
+        while gather and claim < p.world * (tiles + blocks):
+            source, piece = (p.me + (claim - p.world * tiles) // blocks) % p.world, (claim - p.world * tiles) % blocks
+            if source != p.me:
+                yield from p.wait([(source * tiles_m + piece // chunks, source)])
+                yield from p.load(source * blocks + piece, ("ag", source, piece // chunks, piece % chunks))
+            claim = yield from p.claim()
+
+    return kernel
+
+
+def count(p, word, last, rule):
+    """Whether this was the last of `last` + 1 counts in a word of the own flags."""
+    if not p.keeps(rule):
+        return True
+    own = p.ranks[p.me].flags
+    if p.keeps(COUNT_ANEW):
+        yield
+        own[p.half, word] = max(own[p.half, word], p.n << 16)
+    yield
+    counted = own[p.half, word] % 65536
+    own[p.half, word] += 1
+    return counted == last
+
+
+@kernel_maker
+def all_gather_small(groups=2, chunks=1, tiles=(1, 1, 1, 1), parts=1, gather=False):
+    """tiles: by rank, as the columns of `all_gather`."""
+
+    def chunk_of(source, chunk):
+        return source * groups * chunks + chunk
+
+    def send_all(p):
+        send = yield from p.claim("send")
+        while send < groups * chunks:
+            early = not p.keeps(COUNT_LAST) or not p.keeps(DATA_FIRST)
+            if not early:
+                yield from store_all(p, send)
+            group = send // chunks
+            if chunks == 1 or (yield from count(p, groups * p.world + group, chunks - 1, COUNTED)):
+                yield from p.notify_all(group * p.world + p.me)
+            if early:
+                yield from store_all(p, send)
+            send = yield from p.claim("send")
+
+    def store_all(p, send):
+        for i in range(1, p.world + 1):
+            yield from p.store((p.me + i) % p.world, chunk_of(p.me, send), ("ag", p.me, send))
+
+    def load_all(p, first, last):
+        for chunk in range(first, last):
+            for source in range(p.world):
+                yield from p.load(chunk_of(source, chunk), ("ag", source, chunk))
+
+    def kernel(p):
+        if p.keeps(HELP_FIRST) or p.pid == 0:
+            yield from send_all(p)
+        claim = yield from p.first_claim()
+        units, each = tiles[p.me] * parts, groups // parts
+        while claim < units:
+            tile, part = claim // parts, claim % parts
+            yield from p.wait_all(part * each * p.world, each)
+            yield from load_all(p, part * each * chunks, (part + 1) * each * chunks)
+            if parts > 1:
+                scratch = p.world * groups * chunks + tile * parts
+                yield from p.store(p.me, scratch + part, ("part", tile, part))
+                if (yield from count(p, groups * (p.world + 1) + tile, parts - 1, ADD_LAST)):
+                    for one in range(parts):
+                        yield from p.load(scratch + one, ("part", tile, one))
+            claim = yield from p.claim()
+        while gather and claim < units + groups * chunks:
+            chunk = claim - units
+            yield from p.wait_all(chunk // chunks * p.world)
+            yield from load_all(p, chunk, chunk + 1)
+            claim = yield from p.claim()
+
+    return kernel
+
+
+@kernel_maker
+def reduce_scatter_small(tiles_m, tiles_n, size=1):
+    def kernel(p):
+        order = [*range(tiles_m * tiles_n), *((tile_n,) for tile_n in range(tiles_n))]
+        if not p.keeps(SEND_FIRST):
+            order.reverse()
+        claim = yield from p.first_claim()
+        while claim < len(order):
+            step = order[claim]
+            if isinstance(step, int):
+                yield  # the product
+                flag = step * p.world + p.me
+                if not p.keeps(DATA_FIRST):
+                    yield from p.notify_all(flag)
+                for owner in range(p.world):
+                    yield from p.store(owner, p.me * tiles_m * tiles_n + step, ("rs", p.me, owner, step), size)
+                yield from p.notify_all(flag)
+            else:
+                first = step[0] * tiles_m
+                yield from p.wait_all(first * p.world, tiles_m)
+                for source in range(p.world):
+                    for tile in range(first, first + tiles_m):
+                        yield from p.load(source * tiles_m * tiles_n + tile, ("rs", source, p.me, tile), size)
+            claim = yield from p.claim()
+
+    return kernel
+
+
+def simulate(seed, world, kernels, programs, resident, without="", told=()):
+    """Runs the kernels one after the other on every rank, in a random order of steps. kernels: of all ranks, or a list for each rank;
+    resident: programs that run at a time, whichever come first. told: (rank, launch) of who is told to give up in which launch."""
+    pick = random.Random(seed)
+    by_rank = kernels if isinstance(kernels[0], list) else [kernels] * world
+    ranks = [Rank() for _ in range(world)]
+    for rank, launch in told:
+        ranks[rank].told_in = launch
+    speed = [10 ** pick.uniform(0, 3) for _ in range(world)]  # a rank may run far ahead of another, or fall behind
+    launched = [0] * world
+    waiting: list[list] = [[] for _ in range(world)]  # programs of the launch that have not started
+    running: list[list] = [[] for _ in range(world)]  # [generator, the condition it waits for]
+    while True:
+        ready = []
+        for rank in range(world):
+            if not running[rank] and not waiting[rank] and launched[rank] < len(by_rank[rank]):  # stream order
+                own = ranks[rank]
+                assert own.launch == launched[rank] + 1 and own.claim in (0, NO_TILE) and own.ticket == 0
+                kernel = by_rank[rank][launched[rank]]
+                waiting[rank] = [Program(ranks, rank, pid, programs, without).run(kernel) for pid in range(programs)]
+                launched[rank] += 1
+            if waiting[rank] and len(running[rank]) < resident:
+                ready.append((rank, None))
+            ready += [(rank, entry) for entry in running[rank] if entry[1] is None or entry[1]()]
+        if not ready:
+            if any(running):
+                raise Deadlock(f"launches {launched}, programs that wait: {[len(each) for each in running]}")
+            return ranks
+        rank, entry = pick.choices(ready, [speed[rank] for rank, _ in ready])[0]
+        if entry is None:
+            running[rank].append([waiting[rank].pop(pick.randrange(len(waiting[rank]))), None])
+            continue
+        try:
+            entry[1] = next(entry[0])
+        except StopIteration:
+            running[rank].remove(entry)

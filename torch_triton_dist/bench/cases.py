@@ -6,6 +6,8 @@ import math
 import random
 from dataclasses import dataclass
 
+from ..tuning.model import work
+
 AG, RS, AR = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
 LABELS = {AG: "AG+GEMM", RS: "GEMM+RS", AR: "GEMM+AR"}
 SHORT = {"ag": AG, "rs": RS, "ar": AR}
@@ -29,10 +31,7 @@ class Case:
 
     def bytes_over_link(self, world: int, itemsize: int) -> float:
         """Fewest bytes that enter (and leave) one rank: gather and scatter (W-1)/W of the large tensor, all-reduce twice that."""
-        share = (world - 1) / world
-        if self.op == AG:
-            return share * self.m * self.k * itemsize
-        return share * self.m * self.n * itemsize * (2 if self.op == AR else 1)
+        return work(self.op, self.m, self.k, self.n, world, itemsize)[2]
 
 
 TABLE = [

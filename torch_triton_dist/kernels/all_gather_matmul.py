@@ -80,9 +80,8 @@ SOURCE = r"""
                     tl.store(remote + offsets, tl.load(A + offsets, mask=moved, other=0.0), mask=moved)
                 if CHUNKS == 1:
                     dl.notify(flags + me * tiles_m + block, peer, signal=stamp, ctx=CTX)
-                else:
-                    if dl.count_stored(counts + send // CHUNKS, n) == CHUNKS - 1:
-                        dl.notify(flags + me * tiles_m + block, peer, signal=stamp, ctx=CTX)
+                elif dl.count_stored(counts + send // CHUNKS, n) == CHUNKS - 1:
+                    dl.notify(flags + me * tiles_m + block, peer, signal=stamp, ctx=CTX)
                 send = dl.claim(ctx=CTX, counter=dl.SEND)
         if part == 0:
             claim = dl.first_claim(stamp, ctx=CTX)

@@ -17,9 +17,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from ..bench.report import OURS, UNFUSED, broken
 from .table import OPS, VARIABLE, Row, Table, TableError, cache_folder, parse, save
-
-OURS, UNFUSED = "ours", "gemm+nccl"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,7 +50,6 @@ def bench_options(options: argparse.Namespace) -> argparse.Namespace:
 def main(options: argparse.Namespace, words: list[str]) -> int:
     """Entry point of the command; words: its arguments. Returns the exit status."""
     from .. import bench
-    from ..bench.report import broken
 
     chosen = bench_options(options)
     chosen.command_line = " ".join(["python -m torch_triton_dist tune", *words])

@@ -37,6 +37,8 @@ HELP_FIRST = "a program waits when nothing is left to be sent"
 CLEAR_SENDS = "the last program to leave clears the counter of sends"
 TELL = "a rank tells its peers what it has entered"
 KEEP_OUT = "launches behind one that gave up find no tile"
+TAG = "a word names the launch that it belongs to"
+NO_FLAG = "a word is no flag that was raised"
 
 
 class Race(AssertionError):
@@ -53,6 +55,15 @@ class GaveUp(Exception):
 
 class Mismatch(AssertionError):
     """A peer runs another kernel in this launch: what a kernel reports to the host."""
+
+
+class Word(int):
+    """Data and tag in one, among the flags: for whoever looks for a flag, one that is negative."""
+
+    def __new__(cls, stamp, value, flag=False):
+        word = super().__new__(cls, stamp << 32 if flag else -stamp)
+        word.stamp, word.value = stamp, value
+        return word
 
 
 @dataclass
@@ -80,6 +91,7 @@ class Program:
     without: str
     n: int = 0
     stamp: int = 0
+    left: bool = False
 
     @property
     def world(self):
@@ -99,8 +111,14 @@ class Program:
         yield
         with contextlib.suppress(GaveUp):
             yield from kernel(self)
+        if not self.left:
+            yield from self.leave()
+
+    def leave(self):
+        own = self.ranks[self.me]
+        self.left = True
         yield
-        own.ticket += 1  # leave
+        own.ticket += 1
         if own.ticket == self.programs:
             yield
             own.ticket = 0
@@ -158,6 +176,26 @@ class Program:
                 raise Mismatch(f"rank {self.me}, launch {self.n}, flag {flag} of rank {peer}")
             if seen != self.stamp:
                 raise Race(f"rank {self.me}, launch {self.n}, flag {flag} is of launch {seen >> 16}")
+
+    def wait_words(self, words):
+        """Waits for words, (index, rank that stores it, what it holds) each."""
+        own = self.ranks[self.me]
+
+        def other(peer):
+            return own.entered[peer] >> 16 == self.n and own.entered[peer] != self.stamp
+
+        def here(index):
+            word = own.flags[self.half, index]
+            return isinstance(word, Word) and (word.stamp == self.stamp or not self.keeps(TAG))
+
+        for index, peer, value in words:
+            yield lambda index=index, peer=peer: here(index) or other(peer) or own.launch >= own.told_in
+            if own.launch >= own.told_in:
+                raise GaveUp
+            if not here(index):
+                raise Mismatch(f"rank {self.me}, launch {self.n}, word {index} of rank {peer}")
+            if own.flags[self.half, index].value != (self.n, value):
+                raise Race(f"rank {self.me}, launch {self.n}, word {index} holds {own.flags[self.half, index].value}")
 
     def wait_peers(self, first):
         yield from self.wait([(first + j, (self.me - 1 - j) % self.world) for j in range(self.world - 1)])
@@ -256,6 +294,33 @@ def one_shot(tiles, size=1):
             for source in range(p.world):
                 if source != p.me:
                     yield from p.load(first + source, ("ar", source, tile), size)
+
+    return kernel
+
+
+@kernel_maker
+def packed(tiles, size=1):
+    """`matmul_all_reduce_small`: data travel in words that tell of their arrival."""
+
+    def kernel(p):
+        claim = yield from p.first_claim()
+        if claim >= tiles:
+            yield from p.leave()
+        while claim < tiles:
+            tile = claim
+            if not p.keeps(SEND_FIRST):
+                yield from p.wait_words([(tile * p.world * size, (p.me + 1) % p.world, ("word", (p.me + 1) % p.world, tile))])
+            yield  # the product
+            for i in range(1, p.world + 1):
+                for cell in range(size):
+                    word = Word(p.stamp, (p.n, ("word", p.me, tile)), flag=not p.keeps(NO_FLAG))
+                    p.ranks[(p.me + i) % p.world].flags[p.half, (tile * p.world + p.me) * size + cell] = word
+                    yield
+            claim = yield from p.claim()  # while the words travel
+            if claim >= tiles:
+                yield from p.leave()
+            places = [((tile * p.world + rank) * size + cell, rank) for rank in range(p.world) for cell in range(size)]
+            yield from p.wait_words([(place, rank, ("word", rank, tile)) for place, rank in places])
 
     return kernel
 

@@ -17,6 +17,7 @@ from torch_triton_dist.backends.cpu import ttir
 from torch_triton_dist.kernels import all_gather_matmul as ag_mm
 from torch_triton_dist.kernels import all_gather_matmul_small as ag_small
 from torch_triton_dist.kernels import matmul_all_reduce as mm_ar
+from torch_triton_dist.kernels import matmul_all_reduce_small as ar_small
 from torch_triton_dist.kernels import matmul_reduce_scatter as mm_rs
 from torch_triton_dist.kernels import matmul_reduce_scatter_small as rs_small
 from torch_triton_dist.kernels.template import eager_kernel
@@ -24,13 +25,15 @@ from torch_triton_dist.kernels.template import eager_kernel
 GPU = torch.device("cuda", 0)
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
-SOURCES = {module.NAME: module.SOURCE for module in (ag_mm, ag_small, mm_rs, rs_small, mm_ar)}
+SOURCES = {module.NAME: module.SOURCE for module in (ag_mm, ag_small, mm_rs, rs_small, mm_ar, ar_small)}
 
 # name: module that makes the plan, inputs, plan. "ragged": no dimension is a multiple of its tile.
 CASES = {
     "reduce_scatter": lambda: (mm_rs, (False,), _plan_rs(4096, 8192, 2048, FP16)),
     "reduce_scatter ragged": lambda: (mm_rs, (True,), _plan_rs(4 * 300, 1000, 200, BF16, inner=75, bias_dims=2)),
-    "one-shot all_reduce": lambda: (mm_ar, (True,), _plan_ar(16, 8192, 2048, BF16, bias_dims=1)),
+    "one-shot all_reduce": lambda: (mm_ar, (True,), _plan_ar(16, 8192, 2048, BF16, bias_dims=1, small=False)),
+    "packed all_reduce": lambda: (mm_ar, (True,), _plan_ar(8, 8192, 2048, BF16, bias_dims=1)),
+    "packed all_reduce fp32": lambda: (mm_ar, (False,), _plan_ar(3, 1000, 200, FP32, reduce_op="avg")),
     "two-shot all_reduce": lambda: (mm_ar, (False,), _plan_ar(512, 8192, 2048, BF16, reduce_op="avg")),
     "all_gather": lambda: (ag_mm, (False, False), _plan_ag(1024, 2048, 8192, BF16)),
     "all_gather kept": lambda: (ag_mm, (True, True), _plan_ag(1024, 2048, 8192, FP16, inner=128, has_bias=True, gather=True)),
@@ -55,6 +58,10 @@ COMPILED = [
     ("reduce_scatter ragged", "gfx950", "v_mfma_f32"),
     ("one-shot all_reduce", "sm_90", "mma.sync"),
     ("one-shot all_reduce", "gfx942", "v_mfma_f32"),
+    ("packed all_reduce", "sm_90", "mma.sync"),
+    ("packed all_reduce", "sm_80", "mma.sync"),
+    ("packed all_reduce", "gfx942", "v_mfma_f32"),
+    ("packed all_reduce fp32", "sm_90", ""),
     ("two-shot all_reduce", "sm_90", "wgmma.mma_async"),
     ("all_gather", "sm_90", "wgmma.mma_async"),
     ("all_gather kept", "sm_90", "wgmma.mma_async"),
@@ -82,14 +89,15 @@ COMPILED = [
 TMA = [(case, target) for case, target, _ in COMPILED if "tma" in case]
 NVIDIA = [(case, target) for case, target, _ in COMPILED if target.startswith("sm")]
 AMD = [(case, target) for case, target, _ in COMPILED if target.startswith("gfx")]
+FLAGS = [case for case in CASES if "packed" not in case]  # the others tell of their data in the data
 
 
 def _plan_rs(m, n, k, dtype, inner=None, bias_dims=0, tma=""):
     return mm_rs.plan(m, n, k, 4, dtype, inner=inner or m // 4, reduce_op="sum", bias_dims=bias_dims, device=GPU, tma=tma)
 
 
-def _plan_ar(m, n, k, dtype, reduce_op="sum", bias_dims=0, two_shot=None, tma=""):
-    return mm_ar.plan(m, n, k, 4, dtype, reduce_op=reduce_op, bias_dims=bias_dims, device=GPU, two_shot=two_shot, tma=tma)
+def _plan_ar(m, n, k, dtype, reduce_op="sum", bias_dims=0, **forced):
+    return mm_ar.plan(m, n, k, 4, dtype, reduce_op=reduce_op, bias_dims=bias_dims, device=GPU, **forced)
 
 
 def _plan_ag(rows, n, k, dtype, inner=None, has_bias=False, gather=False, tma=""):
@@ -164,7 +172,7 @@ class Flow:
         while left:
             name = left.pop()
             op = self.made_by.get(name)
-            if op is not None and not op.regions:
+            if op is not None and (not op.regions or op.name == "tt.reduce"):
                 found.append(op)
                 if stop(op):
                     continue
@@ -179,7 +187,7 @@ def acquires(op):
     return op.name in ("tt.atomic_rmw", "tt.atomic_cas") and (", acquire, sys" in op.text or "add, acq_rel, gpu" in op.text)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", FLAGS)
 def test_every_load_from_the_heap_takes_its_address_through_a_wait(case):
     target = next(target for name, target, _ in COMPILED if name == case)
     flow = Flow(compiled(case, target)["ttir"])
@@ -222,7 +230,7 @@ def test_tma_loads_from_the_heap_come_behind_a_wait_and_a_fence(case):
     assert all(any("fence.proxy.async" in source.text for source in flow.sources(op.operands[1])) for op in behind)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", FLAGS)
 def test_a_barrier_stands_between_data_and_what_tells_of_them(case):
     """Flags, and the counts of chunks, are one thread's; the data are those of all threads of the program."""
     target = next(target for name, target, _ in COMPILED if name == case)
@@ -242,7 +250,8 @@ def test_a_barrier_stands_between_data_and_what_tells_of_them(case):
 
 @pytest.mark.parametrize("case", CASES)
 def test_all_threads_of_a_program_take_the_same_branches(case):
-    """What may change during a launch (volatile reads, the clock) decides a branch only through an atomic, which one thread makes."""
+    """What may change during a launch (volatile reads, the clock) decides a branch only through an atomic, which one thread makes, or
+    through a reduction of a tensor that has an element for every thread."""
     target = next(target for name, target, _ in COMPILED if name == case)
     flow = Flow(compiled(case, target)["ttir"])
     atomic = ("tt.atomic_rmw", "tt.atomic_cas")
@@ -253,7 +262,7 @@ def test_all_threads_of_a_program_take_the_same_branches(case):
         changing += op.name == "tt.elementwise_inline_asm" or "isVolatile = true" in op.text
     assert changing >= 3  # the clock, and the abort word in `claim`
     for value in deciding:
-        for source in flow.sources(value, stop=lambda op: op.name in atomic):
+        for source in flow.sources(value, stop=lambda op: op.name in (*atomic, "tt.reduce")):
             assert source.name != "tt.elementwise_inline_asm" and "isVolatile = true" not in source.text, source.text
 
 
@@ -271,7 +280,22 @@ def positions(pattern, instructions):
     return [i for i, line in enumerate(instructions) if re.search(pattern, line)]
 
 
-@pytest.mark.parametrize(("case", "target"), NVIDIA)
+@pytest.mark.parametrize("case", [case for case in CASES if case not in FLAGS])
+def test_words_are_whole_and_looked_at_each_time(case):
+    """Words are stored as 64 bits and loaded volatile, every one of them by its own thread; no flag is raised in between."""
+    plan = CASES[case]()[2]
+    flow = Flow(compiled(case, "sm_90")["ttir"])
+    words = f"tensor<{plan.constants['BLOCK_M']}x{plan.constants['BLOCK_N'] // plan.constants['NUMBERS']}x!tt.ptr<i64>>"
+    assert plan.constants["BLOCK_M"] * plan.constants["BLOCK_N"] // plan.constants["NUMBERS"] >= 32 * plan.num_warps
+    loads = [op for op in flow.ops if op.name == "tt.load" and words in op.text]
+    assert len(loads) == 4 + 1 and all("isVolatile = true" in op.text for op in loads)  # of each rank; in the slow wait
+    assert len([op for op in flow.ops if op.name == "tt.store" and words in op.text]) == 4
+    assert not any("release" in op.text and "rmw" in op.name for op in flow.ops)
+    ptx = compiled(case, "sm_90")["ptx"]
+    assert re.search(r"ld\.volatile\.global\.(v2\.)?b64", ptx)
+
+
+@pytest.mark.parametrize(("case", "target"), [(case, target) for case, target in NVIDIA if case in FLAGS])
 def test_flags_in_ptx(case, target):
     instructions = ptx_instructions(compiled(case, target)["ptx"])
     polls = positions(r"ld\.global\.(sys\.acquire|acquire\.sys)\.b64", instructions)
@@ -345,7 +369,7 @@ def test_amd_kernels_take_no_descriptors(case, target):
     assert not re.search(r"tt\.(descriptor_load|make_tensor_descriptor)", compiled(case, target)["ttir"])
 
 
-@pytest.mark.parametrize(("case", "target"), AMD)
+@pytest.mark.parametrize(("case", "target"), [(case, target) for case, target in AMD if case in FLAGS])
 def test_flags_in_amdgcn(case, target):
     lines = [line.strip() for line in compiled(case, target)["amdgcn"].splitlines()]
     instructions = [line for line in lines if re.match(r"[a-z]\w*_\w+", line)]
@@ -370,7 +394,7 @@ def test_flags_in_amdgcn(case, target):
         assert waits and min(waits) <= len(later), instructions[stored : i + 1]
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if "ragged" not in case and "fp32" not in case])
+@pytest.mark.parametrize("case", [case for case in FLAGS if "ragged" not in case and "fp32" not in case])
 def test_stores_to_peers_are_16_bytes_wide(case):
     ptx = compiled(case, "sm_90")["ptx"]
     widths = set(re.findall(r"st\.global\.([a-z0-9.]+)", ptx))

@@ -17,11 +17,13 @@ import torch.distributed as dist
 from expecttest import assert_expected_inline
 from torch._inductor.graph import GraphLowering
 from torch.distributed._functional_collectives import all_gather_tensor, all_reduce, reduce_scatter_tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torch_triton_dist import config
 from torch_triton_dist.backends import cpu
 from torch_triton_dist.inductor import enabled
+from torch_triton_dist.lowerings.epilogue import reads
 
 pytestmark = pytest.mark.skipif(not cpu.ensure_registered(), reason="Triton compiles for the GPU of this machine")
 
@@ -81,14 +83,14 @@ def test_all_gather_matmul(group):
     code = generated(fn, torch.randn(24, 64), torch.randn(64, 96), torch.randn(96))
     (kernel,) = kernels(code)
     assert not outside(code)
-    assert "acc += tl.load(BIAS" in kernel
+    assert "product += tl.load(BIAS" in kernel
     assert_expected_inline(
         epilogue(kernel),
         """\
         xindex = idx_n + 96*idx_m
-            tmp0 = tl.full([1], 0, tl.int32)
-            tmp1 = triton_helpers.maximum(tmp0, acc)
-            tl.store(out_ptr1 + (tl.broadcast_to(xindex, [BLOCK_M, BLOCK_N])), tmp1, mask)
+                tmp0 = tl.full([1], 0, tl.int32)
+                tmp1 = triton_helpers.maximum(tmp0, product)
+                tl.store(out_ptr1 + (tl.broadcast_to(xindex, [BLOCK_M, BLOCK_N // PIECES])), tmp1, mask)
             claim = dl.claim(ctx=CTX)
     dl.leave(ctx=CTX)""",
     )
@@ -113,11 +115,11 @@ def test_matmul_reduce_scatter(group):
         epilogue(kernel),
         """\
         xindex = out_n + 96*out_m
-                tmp2 = tl.load(in_ptr3 + (tl.broadcast_to(xindex, [BLOCK_M, BLOCK_N])), mask)
-                tmp0 = tl.full([1], 0, tl.int32)
-                tmp1 = triton_helpers.maximum(tmp0, total)
-                tmp3 = tmp1 + tmp2
-                tl.store(out_ptr1 + (tl.broadcast_to(xindex, [BLOCK_M, BLOCK_N])), tmp3, mask)
+                    tmp2 = tl.load(in_ptr3 + (tl.broadcast_to(xindex, [BLOCK_M, BLOCK_N // PIECES])), mask)
+                    tmp0 = tl.full([1], 0, tl.int32)
+                    tmp1 = triton_helpers.maximum(tmp0, total)
+                    tmp3 = tmp1 + tmp2
+                    tl.store(out_ptr1 + (tl.broadcast_to(xindex, [BLOCK_M, BLOCK_N // PIECES])), tmp3, mask)
         claim = dl.claim(ctx=CTX)
     if owed >= 0:
         dl.notify(flags + owed, debtor, signal=stamp, ctx=CTX)
@@ -143,11 +145,11 @@ def test_matmul_all_reduce(group):
         epilogue(kernel),
         """\
         xindex = idx_n + 96*idx_m
-                tmp0 = tl.load(in_ptr3 + (tl.broadcast_to(idx_n, [BLOCK_M, BLOCK_N])), mask)
-                tmp1 = product + tmp0
-                tmp2 = tl.full([1], 0, tl.int32)
-                tmp3 = triton_helpers.maximum(tmp2, tmp1)
-                tl.store(out_ptr1 + (tl.broadcast_to(idx_n + 96*idx_m, [BLOCK_M, BLOCK_N])), tmp3, mask)
+                    tmp0 = tl.load(in_ptr3 + (tl.broadcast_to(idx_n, [BLOCK_M, BLOCK_N // PIECES])), mask)
+                    tmp1 = part + tmp0
+                    tmp2 = tl.full([1], 0, tl.int32)
+                    tmp3 = triton_helpers.maximum(tmp2, tmp1)
+                    tl.store(out_ptr1 + (tl.broadcast_to(idx_n + 96*idx_m, [BLOCK_M, BLOCK_N // PIECES])), tmp3, mask)
     dl.leave(ctx=CTX)""",
     )
     assert_expected_inline(
@@ -173,7 +175,7 @@ def test_kernels_of_one_group_keep_their_order(group):
     assert_expected_inline(
         re.sub(r"kernel \d", "kernel", launches(code, group)),
         """\
-launch_context(cpu, GROUP, 16384, 4, 'matmul_all_reduce(x [16, *], weight [*, 48], torch.float32, sum, two_shot=False)')
+launch_context(cpu, GROUP, 0, 3072, 'matmul_all_reduce_small(x [16, *], weight [*, 48], torch.float32, sum)')
 kernel
 after_launch(GROUP)
 launch_context(cpu, GROUP, 4096, 4, 'matmul_reduce_scatter_small(x [16, *], weight [*, 48], torch.float32, sum, inner=4)')
@@ -221,3 +223,40 @@ def test_kernels_are_compiled_while_the_rest_is_generated(group, monkeypatch):
     assert len(kernels(code)) == 2
     assert counters["inductor"]["async_compile_cache_hit"] >= 2
     assert set(CompiledTritonKernels._cache) == before
+
+
+def test_device_assertions_only_where_an_epilogue_has_some(group):
+    """A device assertion is a function call, and wgmma instructions of a kernel with a call are run one after the other."""
+
+    def plain(x, weight, table, index):
+        return torch.relu(all_reduce(x @ weight, "sum", group))
+
+    def looks_up(x, weight, table, index):
+        return torch.relu(all_reduce(x @ weight, "sum", group)) + table[index]
+
+    args = torch.randn(24, 64), torch.randn(64, 96), torch.randn(50, 96), torch.randint(0, 50, (24,))
+    for fn, asserts in ((plain, False), (looks_up, True)):
+        code = generated(fn, *args)
+        assert len(kernels(code)) == 1 and ("tl.device_assert" in code) == asserts
+        assert re.findall(r"'assert_indirect_indexing': (\w+)", code) == [str(asserts)]
+
+
+def test_what_an_epilogue_would_read():
+    """`reads`: tensors as large as the result, each once, whether they are inputs or computed from inputs while they are read."""
+
+    def silu_backward(product, x, y):
+        sigmoid = torch.sigmoid(x)
+        return product * y * sigmoid * (1 + x * (1 - sigmoid)), product * x * sigmoid
+
+    cases = [
+        (lambda product, x, y: torch.relu(product) * 2, 0),
+        (lambda product, x, y: product.view(2, 12, 96) + x.view(2, 12, 96), 1),
+        (lambda product, x, y: torch.relu(product) + torch.relu(x * 2), 1),
+        (lambda product, x, y: product + x[0], 0),  # a row, not as large
+        (lambda product, x, y: product * x + y, 2),
+        (lambda product, x, y: (product + x).sum(0) + y, 1),  # nothing fuses behind the sum
+        (silu_backward, 3),  # the sigmoid is used twice, and so may lie in memory, too
+    ]
+    for fn, expected in cases:
+        graph = make_fx(fn)(*(torch.randn(24, 96) for _ in range(3))).graph
+        assert reads(next(iter(graph.nodes))) == expected

@@ -88,7 +88,7 @@ def test_reduce_scatter(world, rows, n, k, dtype, device, staged):
 @many
 @given(**shapes, two_shot=st.sampled_from([None, True, False]))
 def test_all_reduce(world, rows, n, k, dtype, device, two_shot):
-    plan = mm_ar.plan(rows, n, k, world, dtype, reduce_op="avg", bias_dims=0, device=device, two_shot=two_shot)
+    plan = mm_ar.plan(rows, n, k, world, dtype, reduce_op="avg", bias_dims=0, device=device, two_shot=two_shot, small=False)
     c = plan.constants
     check_even(plan, rows, n, k)
     tile_elements = c["BLOCK_M"] * c["BLOCK_N"]
@@ -111,6 +111,20 @@ def test_all_reduce(world, rows, n, k, dtype, device, two_shot):
         check_slots(plan, [(index * tile_elements, tile_elements) for index in partials + reduced], partials + reduced, dtype.itemsize)
         summed += mine.values()
     assert sorted(summed) == list(range(tiles))
+
+
+@many
+@given(**{**shapes, "rows": st.integers(1, 16)})
+def test_small_all_reduce(world, rows, n, k, dtype, device):
+    plan = mm_ar.plan(rows, n, k, world, dtype, reduce_op="sum", bias_dims=0, device=device, small=True)
+    c = plan.constants
+    check_even(plan, rows, n, k)
+    assert c["NUMBERS"] * dtype.itemsize == 4 and c["BLOCK_M"] >= rows and c["BLOCK_N"] % c["NUMBERS"] == 0
+    assert plan.nflags == world * rows * cdiv(n, c["NUMBERS"])
+    if device.type == "cuda":  # every thread has a word, or threads could part
+        assert c["BLOCK_M"] * c["BLOCK_N"] // c["NUMBERS"] >= 32 * plan.num_warps
+    chosen = mm_ar.plan(rows, n, k, world, dtype, reduce_op="sum", bias_dims=0, device=device)
+    assert (chosen.constants == c) == (rows * n * dtype.itemsize <= mm_ar.SMALL_BYTES)
 
 
 @many
@@ -166,7 +180,9 @@ def test_small_reduce_scatter(world, rows, n, k, dtype, device):
 def test_claims_reach_every_tile_once(world, rows, n, k, dtype, device, steps, two_shot):
     """Every rank sends its product of each tile of the others, sums each of its own, and copies each sum of the others."""
     scatter = mm_rs.plan(world * rows, n, k, world, dtype, inner=rows, reduce_op="sum", bias_dims=0, device=device, small=False)
-    reduce = mm_ar.plan(steps * rows, n, k, world, dtype, reduce_op="sum", bias_dims=0, device=device, two_shot=two_shot)
+    reduce = mm_ar.plan(
+        steps * rows, n, k, world, dtype, reduce_op="sum", bias_dims=0, device=device, two_shot=two_shot, small=False
+    )
     for plan, height in ((scatter, rows), (reduce, steps * rows)):
         c = plan.constants
         tiles = cdiv(height, c["BLOCK_M"]) * cdiv(n, c["BLOCK_N"])
@@ -205,7 +221,7 @@ def test_what_ranks_share_does_not_depend_on_what_they_do_not(world, rows, n, k,
         assert plan.constants["TMA"] == (form != "" and plan.constants["BLOCK_M"] >= tile_shapes.TMA_ROWS and not small)
         return plan
 
-    local = ("BLOCK_N", "BLOCK_K", "EVEN", "HAS_BIAS", "GATHER", "SENDERS", "SPLITS", "TMA", "B_ROWS")
+    local = ("BLOCK_N", "BLOCK_K", "EVEN", "HAS_BIAS", "GATHER", "SENDERS", "SPLITS", "TMA", "B_ROWS", "PIECES")
     if gather(n, False).kernel == ag_small.NAME:
         local += ("BLOCK_M",)
     assert shared(gather(n, False), *local) == shared(gather(other, True, tma), *local)

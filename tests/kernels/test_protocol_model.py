@@ -16,10 +16,12 @@ from tests.kernels.protocol_model import (
     DATA_FIRST,
     HELP_FIRST,
     KEEP_OUT,
+    NO_FLAG,
     PAY_BEFORE_LEAVE,
     PAY_BEFORE_WAIT,
     ROTATION,
     SEND_FIRST,
+    TAG,
     TELL,
     TORN,
     Deadlock,
@@ -28,6 +30,7 @@ from tests.kernels.protocol_model import (
     all_gather,
     all_gather_small,
     one_shot,
+    packed,
     reduce_scatter,
     reduce_scatter_small,
     simulate,
@@ -44,6 +47,8 @@ SEQUENCES = {
     "two-shot all_reduce, a tile a rank": [two_shot(4)] * 4,
     "two-shot all_reduce, ragged": [two_shot(5), two_shot(9, s=2), two_shot(11, s=2)] * 2,
     "two-shot all_reduce, fewer tiles than ranks": [two_shot(1), two_shot(2)] * 2,
+    "packed all_reduce": [packed(3, 2), packed(1)] * 2,
+    "packed all_reduce among flags": [packed(2, 4), one_shot(3), packed(3), two_shot(4), packed(1, 3), all_gather(2, 3)],
     "two-shot then one-shot": [two_shot(4), one_shot(1)] * 2,
     "all_gather": [all_gather(2, 1)] * 4,
     "all_gather in chunks": [all_gather(2, 3), all_gather(1, 2, senders=2)] * 2,
@@ -74,6 +79,7 @@ def any_kernel(pick, world):
         [
             reduce_scatter(tiles, s, size, staged=gather),
             one_shot(tiles, size),
+            packed(tiles, size),
             two_shot(max(tiles, world), 1, size),
             two_shot(max(tiles, world * s), s, size),
             all_gather_small(2 * pick.randint(1, 2), pick.randint(1, 3), columns, pick.randint(1, 2), gather=0 in columns or gather),
@@ -101,6 +107,10 @@ BROKEN = [
     (ROTATION, Race, 2, [one_shot(1)] * 4, 1, 1),
     (ROTATION, Race, 2, [two_shot(2), reduce_scatter(3)] * 2, 2, 2),  # two-shot alone has everybody's sums before it ends
     (ROTATION, Race, 2, [all_gather(1, 2)] * 4, 1, 1),
+    (ROTATION, Deadlock, 2, [packed(1)] * 4, 1, 1),  # the words of a launch are gone before they were read
+    (TAG, Race, 2, [packed(1)] * 4, 1, 1),
+    (NO_FLAG, Race, 2, [packed(2), packed(2), one_shot(2)], 1, 1),
+    (SEND_FIRST, Deadlock, 2, [packed(1)], 1, 1),
     (DATA_FIRST, Race, 2, [reduce_scatter(1)], 1, 1),
     (DATA_FIRST, Race, 2, [reduce_scatter(2, staged=True)], 1, 1),
     (DATA_FIRST, Race, 2, [one_shot(1)], 1, 1),
@@ -189,8 +199,10 @@ def test_the_model_needs_a_wait_for_every_peer():
     assert found
 
 
-@pytest.mark.parametrize("first", [reduce_scatter(2), one_shot(2), two_shot(2), all_gather(1, 2), all_gather_small(2, 2)])
-@pytest.mark.parametrize("second", [reduce_scatter(2, size=2), one_shot(3), two_shot(3), all_gather(2, 2), all_gather(1, 1, (0, 0))])
+@pytest.mark.parametrize("first", [reduce_scatter(2), one_shot(2), packed(2), two_shot(2), all_gather(1, 2), all_gather_small(2, 2)])
+@pytest.mark.parametrize(
+    "second", [reduce_scatter(2, size=2), one_shot(3), packed(2, 2), two_shot(3), all_gather(2, 2), all_gather(1, 1, (0, 0))]
+)
 def test_ranks_that_run_different_kernels_always_hear_of_it(first, second):
     """Neither a hang nor a wrong result: some rank finds the other stamp. After launches that match, too."""
     for before in ([], [one_shot(1), one_shot(2)]):

@@ -60,6 +60,9 @@ CASES = [
     Case(RS, (200, 70), (150,), biases=(True,), staged=True),
     Case(RS, (3, 50, 1100), (80,), dim=1, reduce_op="avg", layout="transposed", staged=True),
     Case(AR, (37, 70), (45,), biases=(True,), reduce_op="avg"),
+    Case(AR, (5, 70), (45,), biases=(True,), reduce_op="avg"),  # packed words, up to 16 rows
+    Case(AR, (2, 1, 3, 300), (128,), layout="transposed"),
+    Case(AR, (16, 33), (201,), biases=(True,)),
     Case(AR, (3, 10, 48), (80,), layout="transposed"),
     Case(AR, (2, 3, 5, 33), (64,), biases=(True,), layout="strided"),
     Case(AR, (2, 16, 64), (128,), layout="offset"),
@@ -204,17 +207,18 @@ def test_any_number_of_programs(ranks2, case, num_programs):
 
 
 def two_shot_by_size(rank: int, world: int) -> tuple[list, list[bool]]:
-    """520 x 520 fp32 is just above the size at which four ranks take the two-shot algorithm by themselves, 16 x 520 is below."""
+    """520 x 520 fp32 is just above the size at which four ranks take the two-shot algorithm by themselves, 32 x 520 is below, and 16 x 520 goes in packed words."""
     chosen = []
     real = mm_ar.plan
 
     def plan(*args, **kwargs):
-        chosen.append(real(*args, **kwargs).constants["TWO_SHOT"])
+        chosen.append(real(*args, **kwargs).constants.get("TWO_SHOT"))
         return real(*args, **kwargs)
 
     mm_ar.plan = plan
     try:
         found = run_case(rank, world, Case(AR, (520, 16), (520,)))
+        run_case(rank, world, Case(AR, (32, 16), (520,)))
         run_case(rank, world, Case(AR, (16, 16), (520,)))
     finally:
         mm_ar.plan = real
@@ -224,7 +228,7 @@ def two_shot_by_size(rank: int, world: int) -> tuple[list, list[bool]]:
 def test_two_shot_by_size(ranks4):
     answers = ranks4.run(two_shot_by_size)
     check_accuracy([found[0] for found, _ in answers], torch.float32, "520 x 520")
-    assert [chosen for _, chosen in answers] == [[True, True, False, False]] * 4
+    assert [chosen for _, chosen in answers] == [[True, True, False, False, None, None]] * 4
 
 
 def bias_of_full_size(rank: int, world: int, case: Case) -> list:

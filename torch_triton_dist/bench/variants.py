@@ -313,5 +313,5 @@ def algorithm(case: Case, world: int, dtype: torch.dtype, device: torch.device) 
     else:
         plan = matmul_all_reduce.plan(m, n, k, world, dtype, reduce_op="sum", bias_dims=0, **common)
     constants = plan.constants
-    kind = {True: "two-shot ", False: "one-shot ", None: ""}[constants.get("TWO_SHOT")]
+    kind = "packed " if "NUMBERS" in constants else {True: "two-shot ", False: "one-shot ", None: ""}[constants.get("TWO_SHOT")]
     return kind + "x".join(str(constants[f"BLOCK_{letter}"]) for letter in "MNK")

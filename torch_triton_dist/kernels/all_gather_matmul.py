@@ -33,7 +33,7 @@ import torch
 
 from . import all_gather_matmul_small
 from .template import Plan, align, cdiv, grid_programs, input_precision, launch, triton_dtype
-from .tiles import TMA_ROWS, Tile, choose_tile, tma_form_of, wide_tile, wide_tile_pays
+from .tiles import TMA_ROWS, Tile, choose_tile, pieces_of, tma_form_of, wide_tile, wide_tile_pays
 
 NAME = "all_gather_matmul"
 KERNEL_ID = 1
@@ -96,7 +96,6 @@ SOURCE = r"""
             source = (me + claim // tiles) % WORLD
             tile_m, tile_n = swizzle(claim % tiles, tiles_m, tiles_n, GROUP_M)
             rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
-            cols = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
             token = tl.full((), 0, tl.int64)
             if part == 1:
                 token = dl.wait_stamp(flags + source * tiles_m + tile_m, stamp, KERNEL_ID, source, ctx=CTX)
@@ -104,9 +103,10 @@ SOURCE = r"""
             token += dl.fence_async()
             row = dl.consume_token(part * source * R + tile_m * BLOCK_M, token.to(tl.int32))
             acc = matmul_tile_tma(
-                a_desc, b_desc, row, tile_n * BLOCK_N, K, BLOCK_M, BLOCK_N, BLOCK_K, B_ROWS, INPUT_PRECISION
+                a_desc, b_desc, row, tile_n * BLOCK_N, K, BLOCK_M, BLOCK_N, BLOCK_K, B_ROWS, INPUT_PRECISION,
             )
 {% else %}
+            cols = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
             shard = A.to(tl.int64)
             if part == 1:
                 shard = dl.consume_token(slots + source * slot_size, token).to(tl.int64)
@@ -116,17 +116,20 @@ SOURCE = r"""
                 BLOCK_M, BLOCK_N, BLOCK_K, EVEN, INPUT_PRECISION,
             )
 {% endif %}
-{% if HAS_BIAS %}
-            acc += tl.load(BIAS + cols * {{stride("BIAS", 0)}}, mask=cols < N, other=0.0)[None, :].to(tl.float32)
-{% endif %}
 {% if INNER %}
             idx_m = ((rows // INNER * WORLD + source) * INNER + rows % INNER)[:, None].to(INDEX_DTYPE)
 {% else %}
             idx_m = (source * R + rows)[:, None].to(INDEX_DTYPE)
 {% endif %}
-            idx_n = cols[None, :]
-            mask = (rows < R)[:, None] & (idx_n < N)
-            {{store_output(("idx_m", "idx_n"), "acc", "mask", indent_width=12, val_shape=("BLOCK_M", "BLOCK_N"))}}
+            products = columns_apart(acc, BLOCK_M, BLOCK_N, PIECES)
+            for piece in tl.static_range(PIECES):
+                product = products[piece]
+                idx_n = (tile_n * BLOCK_N + piece * (BLOCK_N // PIECES) + tl.arange(0, BLOCK_N // PIECES))[None, :]
+                mask = (rows < R)[:, None] & (idx_n < N)
+{% if HAS_BIAS %}
+                product += tl.load(BIAS + idx_n * {{stride("BIAS", 0)}}, mask=idx_n < N, other=0.0).to(tl.float32)
+{% endif %}
+                {{store_output(("idx_m", "idx_n"), "product", "mask", indent_width=16, val_shape=("BLOCK_M", "BLOCK_N // PIECES"))}}
             claim = dl.claim(ctx=CTX)
 {% if GATHER %}
 
@@ -220,6 +223,7 @@ def plan(
         "B_ROWS": tma == "rows",
         "HAS_BIAS": has_bias,
         "GATHER": gather,
+        "PIECES": pieces_of(tile),
         "DTYPE": triton_dtype(dtype),
         "INPUT_PRECISION": repr(input_precision(dtype)),
         "KERNEL_ID": KERNEL_ID,

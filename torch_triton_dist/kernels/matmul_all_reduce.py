@@ -37,11 +37,16 @@ from __future__ import annotations
 
 import torch
 
+from . import matmul_all_reduce_small
 from .template import Plan, align, cdiv, grid_programs, input_precision, launch, triton_dtype
-from .tiles import PROCESSORS, TMA_ROWS, Tile, choose_tile, few_rows_tile, share_of_round, tma_form_of
+from .tiles import PROCESSORS, TMA_ROWS, Tile, choose_tile, few_rows_tile, pieces_of, share_of_round, tma_form_of
 
 NAME = "matmul_all_reduce"
 KERNEL_ID = 3
+
+# Rows, and bytes of the result, up to which `matmul_all_reduce_small` is faster.
+SMALL_ROWS = 16
+SMALL_BYTES = 1 << 17
 
 SOURCE = r"""
 {{def_kernel(*INPUTS)}}
@@ -56,7 +61,7 @@ SOURCE = r"""
     tiles = tiles_m * tiles_n
     flags = dl.flags(n, ctx=CTX)
     slots = dl.heap(n, DTYPE, ctx=CTX)
-    in_tile = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    in_tile = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N // PIECES)[None, :]
     claim = dl.first_claim(stamp, ctx=CTX)
 {% if TMA %}
     a_desc = tl.make_tensor_descriptor(A, [M, K], [{{stride("A", 0)}}, 1], [BLOCK_M, BLOCK_K])
@@ -88,18 +93,16 @@ SOURCE = r"""
             rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
             cols = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
             row_mask = rows < M
-            col_mask = cols < N
-            mask = row_mask[:, None] & col_mask[None, :]
             idx_m = rows[:, None].to(INDEX_DTYPE)
-            idx_n = cols[None, :]
 {% if TWO_SHOT %}
             if copying:
                 if owed >= 0:
                     pay(flags, reduced_flags, owed, debtor, stamp, WORLD, CTX)
                     owed = -1
                 token = dl.wait_stamp(reduced_flags + tile, stamp, KERNEL_ID, owner, ctx=CTX)
-                arrived = dl.consume_token(reduced_slots + tile.to(tl.int64) * (BLOCK_M * BLOCK_N), token)
-                product = tl.load(arrived + in_tile, mask=mask, other=0.0).to(tl.float32)
+                here = dl.consume_token(reduced_slots + tile.to(tl.int64) * (BLOCK_M * BLOCK_N), token)
+                product = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+                sound = True
             else:
 {% else %}
             if True:
@@ -110,60 +113,80 @@ SOURCE = r"""
                 )
 {% else %}
                 product = matmul_tile(
-                    A, B, rows, cols, row_mask, col_mask, K,
+                    A, B, rows, cols, row_mask, cols < N, K,
                     {{stride("A", 0)}}, {{stride("A", 1)}}, {{stride("B", 0)}}, {{stride("B", 1)}},
                     BLOCK_M, BLOCK_N, BLOCK_K, EVEN, INPUT_PRECISION,
                 )
-{% endif %}
-{% if BIAS_DIMS == 1 %}
-                product += tl.load(BIAS + cols * {{stride("BIAS", 0)}}, mask=col_mask, other=0.0)[None, :].to(tl.float32)
-{% elif BIAS_DIMS == 2 %}
-                bias_offsets = rows.to(tl.int64)[:, None] * {{stride("BIAS", 0)}} + cols[None, :] * {{stride("BIAS", 1)}}
-                product += tl.load(BIAS + bias_offsets, mask=mask, other=0.0).to(tl.float32)
 {% endif %}
 {% if TWO_SHOT %}
                 if owed >= 0:
                     pay(flags, reduced_flags, owed, debtor, stamp, WORLD, CTX)
                     owed = -1
+                index = local * (WORLD - 1)
+                sound = True
                 if owner != me:
-                    index = local * (WORLD - 1) + (owner + WORLD - me) % WORLD - 1
-                    remote = dl.symm_at(slots, owner, alignment=16, ctx=CTX) + index.to(tl.int64) * (BLOCK_M * BLOCK_N)
-                    tl.store(remote + in_tile, product.to(DTYPE), mask=mask)
+                    index += (owner + WORLD - me) % WORLD - 1
+                    here = dl.symm_at(slots, owner, alignment=16, ctx=CTX) + index.to(tl.int64) * (BLOCK_M * BLOCK_N)
                     owed = index
                     debtor = owner
                 else:
-                    token = dl.wait_peers(flags + local * (WORLD - 1), stamp, KERNEL_ID, WORLD, ctx=CTX)
-                    parts = dl.consume_token(slots + (local * (WORLD - 1)).to(tl.int64) * (BLOCK_M * BLOCK_N), token)
-                    for i in range(1, WORLD):
-                        product += tl.load(parts + (WORLD - 1 - i) * (BLOCK_M * BLOCK_N) + in_tile, mask=mask, other=0.0).to(tl.float32)
-                    product = (product * SCALE).to(DTYPE).to(tl.float32)
-                    if dl.alive(ctx=CTX):
-                        for i in range(1, WORLD):
-                            remote = dl.symm_at(reduced_slots, (me + i) % WORLD, alignment=16, ctx=CTX)
-                            tl.store(remote + tile.to(tl.int64) * (BLOCK_M * BLOCK_N) + in_tile, product.to(DTYPE), mask=mask)
+                    token = dl.wait_peers(flags + index, stamp, KERNEL_ID, WORLD, ctx=CTX)
+                    here = dl.consume_token(slots + index.to(tl.int64) * (BLOCK_M * BLOCK_N), token)
+                    sound = dl.alive(ctx=CTX)
+                    if sound:
                         owed = tile
                         debtor = -1
-            if copying | (owner == me):
 {% else %}
-                sent = product.to(DTYPE)
-                first = (tile * WORLD).to(tl.int64) * (BLOCK_M * BLOCK_N)
+            first = (tile * WORLD).to(tl.int64) * (BLOCK_M * BLOCK_N)
+{% endif %}
+            parts = columns_apart(product, BLOCK_M, BLOCK_N, PIECES)
+            for piece in tl.static_range(PIECES):
+                part = parts[piece]
+                idx_n = (tile_n * BLOCK_N + piece * (BLOCK_N // PIECES) + tl.arange(0, BLOCK_N // PIECES))[None, :]
+                mask = row_mask[:, None] & (idx_n < N)
+{% if BIAS_DIMS %}
+                if {{"copying == 0" if TWO_SHOT else "True"}}:
+{% if BIAS_DIMS == 1 %}
+                    part += tl.load(BIAS + idx_n * {{stride("BIAS", 0)}}, mask=idx_n < N, other=0.0).to(tl.float32)
+{% else %}
+                    bias_offsets = rows.to(tl.int64)[:, None] * {{stride("BIAS", 0)}} + idx_n * {{stride("BIAS", 1)}}
+                    part += tl.load(BIAS + bias_offsets, mask=mask, other=0.0).to(tl.float32)
+{% endif %}
+{% endif %}
+{% if TWO_SHOT %}
+                in_piece = piece * (BLOCK_N // PIECES) + in_tile
+                if copying:
+                    part = tl.load(here + in_piece, mask=mask, other=0.0).to(tl.float32)
+                elif owner != me:
+                    tl.store(here + in_piece, part.to(DTYPE), mask=mask)
+                else:
+                    for i in range(1, WORLD):
+                        part += tl.load(here + (WORLD - 1 - i) * (BLOCK_M * BLOCK_N) + in_piece, mask=mask, other=0.0).to(tl.float32)
+                    part = (part * SCALE).to(DTYPE).to(tl.float32)
+                    if sound:
+                        for i in range(1, WORLD):
+                            remote = dl.symm_at(reduced_slots, (me + i) % WORLD, alignment=16, ctx=CTX)
+                            tl.store(remote + tile.to(tl.int64) * (BLOCK_M * BLOCK_N) + in_piece, part.to(DTYPE), mask=mask)
+                if copying | (owner == me):
+{% else %}
+                sent = part.to(DTYPE)
                 for i in tl.static_range(1, WORLD):
                     remote = dl.symm_at(slots, (me + i) % WORLD, alignment=16, ctx=CTX) + first + me * (BLOCK_M * BLOCK_N)
                     tl.store(remote + in_tile, sent, mask=mask)
                 dl.notify_all(flags + tile * WORLD + me, stamp, WORLD, ctx=CTX)
                 claim = dl.claim(ctx=CTX)  # while the products travel
                 token = dl.wait_all(flags + tile * WORLD, stamp, KERNEL_ID, WORLD, ctx=CTX)
-                parts = dl.consume_token(slots + first, token)
-                product = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+                here = dl.consume_token(slots + first, token)
+                part = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
                 for source in range(WORLD):
                     if source == me:
-                        product += sent.to(tl.float32)
+                        part += sent.to(tl.float32)
                     else:
-                        product += tl.load(parts + source * (BLOCK_M * BLOCK_N) + in_tile, mask=mask, other=0.0).to(tl.float32)
-                product = product * SCALE
-            if True:
+                        part += tl.load(here + source * (BLOCK_M * BLOCK_N) + in_tile, mask=mask, other=0.0).to(tl.float32)
+                part = part * SCALE
+                if True:
 {% endif %}
-                {{store_output(("idx_m", "idx_n"), "product", "mask", indent_width=16, val_shape=("BLOCK_M", "BLOCK_N"))}}
+                    {{store_output(("idx_m", "idx_n"), "part", "mask", indent_width=20, val_shape=("BLOCK_M", "BLOCK_N // PIECES"))}}
 {% if TWO_SHOT %}
         claim = dl.claim(ctx=CTX)
     if owed >= 0:
@@ -195,9 +218,17 @@ def plan(
     two_shot: bool | None = None,
     tma: str = "",
     tile: Tile | None = None,
+    small: bool | None = None,
 ) -> Plan:
     """Plan for x [m, k] @ weight [k, n] (k per rank) over `world` ranks. two_shot forces the algorithm (None: by size); tma: see
-    `tma_form`; tile: another one than `choose_tile`'s, the same on all ranks."""
+    `tma_form`; tile: another one than `choose_tile`'s, the same on all ranks; small: whether it is a plan for
+    `matmul_all_reduce_small` (None: by the rows)."""
+    if small is None:
+        small = m <= SMALL_ROWS and m * n * dtype.itemsize <= SMALL_BYTES and not two_shot and (tile is None or m <= tile.m)
+    if small:
+        return matmul_all_reduce_small.plan(
+            m, n, k, world, dtype, reduce_op=reduce_op, bias_dims=bias_dims, device=device, tile=tile
+        )
     if tile is None and m < 1024:
         tile = few_rows_tile(m, n, k, dtype, device.type, gathered=False, wide=False)
     tile = tile or choose_tile(m, m, n, k, dtype, device.type)
@@ -223,6 +254,7 @@ def plan(
         "B_ROWS": tma == "rows",
         "TWO_SHOT": two_shot,
         "S": share,
+        "PIECES": pieces_of(tile) if two_shot else 1,
         "BIAS_DIMS": bias_dims,
         "SCALE": 1.0 / world if reduce_op == "avg" else 1.0,
         "DTYPE": triton_dtype(dtype),
@@ -250,6 +282,7 @@ def run(
     bias: torch.Tensor | None,
     two_shot: bool | None = None,
     tile: Tile | None = None,
+    small: bool | None = None,
 ) -> torch.Tensor:
     """Eager launch. x [M, K], weight [K, N], bias [N] or [M, N] or None; returns [M, N]."""
     (m, k), n = x.shape, weight.shape[1]
@@ -266,12 +299,14 @@ def run(
         two_shot=two_shot,
         tma=tma_form_of(x, weight),
         tile=tile,
+        small=small,
     )
     out = x.new_empty((m, n))
     tensors = {"A": x, "B": weight, "OUT": out}
     if bias is not None:
         tensors["BIAS"] = bias
-    launch(chosen, SOURCE, tensors, group, inputs(bias is not None))
+    source = SOURCE if chosen.kernel == NAME else matmul_all_reduce_small.SOURCE
+    launch(chosen, source, tensors, group, inputs(bias is not None))
     return out
 
 

@@ -46,6 +46,7 @@ from .tiles import (
     Tile,
     choose_tile,
     deep_tile,
+    pieces_of,
     share_of_round,
     slice_of,
     tma_form_of,
@@ -72,7 +73,7 @@ SOURCE = r"""
     tiles = tiles_m * tiles_n
     flags = dl.flags(n, ctx=CTX)
     slots = dl.heap(n, DTYPE, ctx=CTX)
-    in_tile = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    in_tile = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N // PIECES)[None, :]
     rounds = tl.cdiv(tiles, S)
     claim = dl.first_claim(stamp, ctx=CTX)
 {% if TMA %}
@@ -94,7 +95,6 @@ SOURCE = r"""
             idx_m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
             cols = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
             row_mask = idx_m < R
-            col_mask = cols < N
 {% if INNER %}
             rows = (idx_m // INNER * WORLD + owner) * INNER + idx_m % INNER
             first_row = (tile_m * BLOCK_M // INNER * WORLD + owner) * INNER + tile_m * BLOCK_M % INNER
@@ -113,43 +113,53 @@ SOURCE = r"""
             )
 {% else %}
             product = matmul_tile(
-                A, B, rows, cols, row_mask, col_mask, K,
+                A, B, rows, cols, row_mask, cols < N, K,
                 {{stride("A", 0)}}, {{stride("A", 1)}}, {{stride("B", 0)}}, {{stride("B", 1)}},
                 BLOCK_M, BLOCK_N, BLOCK_K, EVEN, INPUT_PRECISION,
                 {{"stage, target, left, SLICE," if SLICE else ""}}
             )
 {% endif %}
-{% if BIAS_DIMS == 1 %}
-            product += tl.load(BIAS + cols * {{stride("BIAS", 0)}}, mask=col_mask, other=0.0)[None, :].to(tl.float32)
-{% elif BIAS_DIMS == 2 %}
-            bias_offsets = rows.to(tl.int64)[:, None] * {{stride("BIAS", 0)}} + cols[None, :] * {{stride("BIAS", 1)}}
-            product += tl.load(BIAS + bias_offsets, mask=row_mask[:, None] & col_mask[None, :], other=0.0).to(tl.float32)
-{% endif %}
             if owed >= 0:
                 dl.notify(flags + owed, debtor, signal=stamp, ctx=CTX)
                 owed = -1
-            mask = row_mask[:, None] & col_mask[None, :]
+            index = tile * (WORLD - 1)
             if owner != me:
-                index = tile * (WORLD - 1) + (owner + WORLD - me) % WORLD - 1
-{% if SLICE %}
-                tl.store(stage + in_tile, product.to(DTYPE))
-                dl.stores_done()
-                tl.debug_barrier()  # threads load what others have stored
-{% else %}
-                remote = dl.symm_at(slots, owner, alignment=16, ctx=CTX) + index.to(tl.int64) * (BLOCK_M * BLOCK_N)
-                tl.store(remote + in_tile, product.to(DTYPE), mask=mask)
-{% endif %}
+                index += (owner + WORLD - me) % WORLD - 1
                 owed = index
                 debtor = owner
+{% if SLICE %}
+                here = stage
+{% else %}
+                here = dl.symm_at(slots, owner, alignment=16, ctx=CTX) + index.to(tl.int64) * (BLOCK_M * BLOCK_N)
+{% endif %}
             else:
-                token = dl.wait_peers(flags + tile * (WORLD - 1), stamp, KERNEL_ID, WORLD, ctx=CTX)
-                partials = dl.consume_token(slots + (tile * (WORLD - 1)).to(tl.int64) * (BLOCK_M * BLOCK_N), token)
-                for i in range(1, WORLD):
-                    product += tl.load(partials + (WORLD - 1 - i) * (BLOCK_M * BLOCK_N) + in_tile, mask=mask, other=0.0).to(tl.float32)
-                total = product * SCALE
-                out_m = idx_m[:, None].to(INDEX_DTYPE)
-                out_n = cols[None, :]
-                {{store_output(("out_m", "out_n"), "total", "mask", indent_width=16, val_shape=("BLOCK_M", "BLOCK_N"))}}
+                token = dl.wait_peers(flags + index, stamp, KERNEL_ID, WORLD, ctx=CTX)
+                here = dl.consume_token(slots + index.to(tl.int64) * (BLOCK_M * BLOCK_N), token)
+            parts = columns_apart(product, BLOCK_M, BLOCK_N, PIECES)
+            for piece in tl.static_range(PIECES):
+                part = parts[piece]
+                at = here + piece * (BLOCK_N // PIECES) + in_tile
+                out_n = (tile_n * BLOCK_N + piece * (BLOCK_N // PIECES) + tl.arange(0, BLOCK_N // PIECES))[None, :]
+                mask = row_mask[:, None] & (out_n < N)
+{% if BIAS_DIMS == 1 %}
+                part += tl.load(BIAS + out_n * {{stride("BIAS", 0)}}, mask=out_n < N, other=0.0).to(tl.float32)
+{% elif BIAS_DIMS == 2 %}
+                bias_offsets = rows.to(tl.int64)[:, None] * {{stride("BIAS", 0)}} + out_n * {{stride("BIAS", 1)}}
+                part += tl.load(BIAS + bias_offsets, mask=mask, other=0.0).to(tl.float32)
+{% endif %}
+                if owner != me:
+                    tl.store(at, part.to(DTYPE){{"" if SLICE else ", mask=mask"}})
+                else:
+                    for i in range(1, WORLD):
+                        part += tl.load(at + (WORLD - 1 - i) * (BLOCK_M * BLOCK_N), mask=mask, other=0.0).to(tl.float32)
+                    total = part * SCALE
+                    out_m = idx_m[:, None].to(INDEX_DTYPE)
+                    {{store_output(("out_m", "out_n"), "total", "mask", indent_width=20, val_shape=("BLOCK_M", "BLOCK_N // PIECES"))}}
+{% if SLICE %}
+            if owner != me:
+                dl.stores_done()
+                tl.debug_barrier()  # threads load what others have stored
+{% endif %}
         claim = dl.claim(ctx=CTX)
     if owed >= 0:
 {% if SLICE %}
@@ -220,6 +230,7 @@ def plan(
         "B_ROWS": tma == "rows",
         "S": share,
         "SLICE": slice_of(tile) if staged else 0,
+        "PIECES": pieces_of(tile),
         "STAGED": slots * tile.m * tile.n,
         "BIAS_DIMS": bias_dims,
         "SCALE": 1.0 / world if reduce_op == "avg" else 1.0,

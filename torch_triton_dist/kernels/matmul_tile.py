@@ -114,6 +114,18 @@ def matmul_tile_tma(
 
 
 @triton.jit
+def columns_apart(tile, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PIECES: tl.constexpr):
+    """The tile [BLOCK_M, BLOCK_N] as a tuple of PIECES (a power of two) tiles [BLOCK_M, BLOCK_N // PIECES], from left to right.
+
+    What follows a product goes piece by piece: whatever it loads and stores, its registers then suffice."""
+    if PIECES == 1:
+        return (tile,)
+    else:
+        left, right = tl.split(tl.permute(tl.reshape(tile, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1)))
+        return columns_apart(left, BLOCK_M, BLOCK_N // 2, PIECES // 2) + columns_apart(right, BLOCK_M, BLOCK_N // 2, PIECES // 2)
+
+
+@triton.jit
 def descriptor_of_b(B, K, N, stride_bk, stride_bn, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, B_ROWS: tl.constexpr):
     """Descriptor of B [K, N] with unit stride along N (B_ROWS) or along K, for `matmul_tile_tma`."""
     if B_ROWS:

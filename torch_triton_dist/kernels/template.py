@@ -21,7 +21,8 @@ from ..runtime.layout import ALIGNMENT, signature_code
 # What a rendered source needs at its top, in Inductor's module and in ours.
 IMPORTS = """\
 from torch_triton_dist import language as dl
-from torch_triton_dist.kernels.matmul_tile import copy, descriptor_of_b, matmul_tile, matmul_tile_tma, swizzle
+from torch_triton_dist.language import packed
+from torch_triton_dist.kernels.matmul_tile import columns_apart, copy, descriptor_of_b, matmul_tile, matmul_tile_tma, swizzle
 from torch_triton_dist.kernels.rounds import all_reduce_step, pay, reduce_scatter_step
 """
 

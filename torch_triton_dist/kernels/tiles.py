@@ -115,6 +115,12 @@ def slice_of(tile: Tile) -> int:
     return min(8 * 32 * tile.num_warps, tile.m * tile.n)
 
 
+def pieces_of(tile: Tile) -> int:
+    """Parts of a tile's columns that are added to, scaled and stored one after the other, 32 elements of each thread in each. On the CPU
+    one: there is nothing to gain."""
+    return 1 if tile.num_warps == 1 else max(1, power_of_two(tile.m * tile.n // (32 * 32 * tile.num_warps)))
+
+
 def share_of_round(tiles: int, world: int, size: int) -> int:
     """Tiles of each rank in a round (`rounds`) of about `size`, of the `tiles` that each rank owns."""
     rounds = max(1, round(tiles * world / size))

@@ -14,8 +14,8 @@ NOTE [order of data and flags]
 NOTE [one decision a program]
     A scalar `tl.load` and the clock are read by every thread of a program, and threads that read on either side of a change see
     different values. A branch on them would part the threads, which then meet at different block barriers: a hang. A scalar atomic is
-    made by one thread, and all threads get its result. So whatever may change during a launch (flags, abort word, clock, claims)
-    decides a branch only by way of the result of an atomic.
+    made by one thread, and all threads get its result; so they do of a reduction over a tensor that has an element for every thread.
+    So whatever may change during a launch (flags, words, abort word, clock, claims) decides a branch only by way of one of these.
 
 NOTE [stamps]
     A flag of launch n holds its stamp: n and, in the low 16 bits, a hash of what runs (op, shapes, dtype). A rank that finds launch n
@@ -370,16 +370,37 @@ def _last_time(ctx):
 
 
 @triton.jit
+def now(ctx):
+    """Nanoseconds, int64, the same in all threads: where a wait begins."""
+    _last_time(ctx)  # may be that of an earlier launch
+    return _last_time(ctx)
+
+
+@triton.jit
+def why_stop(value, stamped: tl.constexpr, peer, start, ctx):
+    """Why a wait for `peer` that began at `start` (`now`) has to end, REASON_... or 0, int32; and the stamp of the other kernel that the
+    peer runs in this launch, or 0, int64. value: what is waited for, a stamp if `stamped`."""
+    told = not alive(ctx)
+    late = _last_time(ctx) - start > tl.load(ctx + TIMEOUT_NS)
+    reason = tl.where(told, REASON_TOLD, tl.where(late, REASON_DEADLINE, 0))
+    other = tl.full((), 0, tl.int64)
+    if stamped:
+        entered = tl.atomic_add(ctx + HEAPS + 2 * tl.load(ctx + WORLD) + peer, 0, sem="relaxed", scope="sys")
+        # The peer is in this launch (not in the next: then all its flags have come), and runs something else.
+        if (entered >> SIGNATURE_BITS == value >> SIGNATURE_BITS) & (entered != value):
+            other = entered
+            reason = tl.where(told, REASON_TOLD, REASON_MISMATCH)
+    return reason, other
+
+
+@triton.jit
 def _wait_slowly(ptr, value, stamped: tl.constexpr, scope: tl.constexpr, semantic: tl.constexpr, kernel: tl.constexpr, peer, ctx):
     """The rest of `wait` once the first look failed: polls the flag, the abort word and the deadline, and for a stamp also what the
-    peer has entered. Returns what it saw last."""
-    world = tl.load(ctx + WORLD)
+    peer has entered. Returns what it saw last, or `value` if it gave up."""
     least = value
     if stamped:  # any kernel of this launch ends the wait
         least = (value >> SIGNATURE_BITS) << SIGNATURE_BITS
-    _last_time(ctx)  # may be that of an earlier launch
-    start = _last_time(ctx)
-    limit = tl.load(ctx + TIMEOUT_NS)
+    start = now(ctx)
     polls = 0
     reason = tl.full((), 0, tl.int32)
     other = tl.full((), 0, tl.int64)
@@ -390,15 +411,7 @@ def _wait_slowly(ptr, value, stamped: tl.constexpr, scope: tl.constexpr, semanti
         waiting = seen < least
         polls += 1
         if waiting & (polls % POLLS == 0):
-            told = not alive(ctx)
-            late = _last_time(ctx) - start > limit
-            reason = tl.where(told, REASON_TOLD, tl.where(late, REASON_DEADLINE, 0))
-            if stamped:
-                entered = tl.atomic_add(ctx + HEAPS + 2 * world + peer, 0, sem="relaxed", scope="sys")
-                # The peer is in this launch (not in the next: then all its flags have come), and runs something else.
-                if (entered >= least) & (entered >> SIGNATURE_BITS == value >> SIGNATURE_BITS) & (entered != value):
-                    other = entered
-                    reason = tl.where(told, REASON_TOLD, REASON_MISMATCH)
+            reason, other = why_stop(value, stamped, peer, start, ctx)
             waiting = reason == 0
     # behind the loop, so that the CPU backend sees a loop that only polls, and gives the processor away in it
     if stamped:  # noqa: SIM102  (decided at compile time, the other at run time)
@@ -409,6 +422,7 @@ def _wait_slowly(ptr, value, stamped: tl.constexpr, scope: tl.constexpr, semanti
         base = tl.load(ctx + HEAPS + tl.load(ctx + RANK))
         index = (ptr.to(tl.int64) - base) % tl.load(ctx + FLAGS_STRIDE) // 8
         _give_up(kernel, index, value, tl.maximum(seen, other), peer, reason, ctx)
+        seen = value  # there may be a negative word instead of a flag (packed.py), and callers make a token of this
     return seen
 
 
@@ -442,7 +456,7 @@ def wait(
                 seen = tl.atomic_add(words + i, 0, sem=semantic, scope=scope)
         elif seen < waitValue:
             seen = _wait_slowly(words + i, waitValue, False, scope, semantic, kernel, peer, ctx)
-        # Zero, since flags are never negative; but the compiler cannot know, and has to read the flag first.
+        # Zero, since flags that have been raised are not negative; but the compiler cannot know, and has to read the flag first.
         token += tl.minimum(seen, 0)
     return token + fence_async()  # TMA loads too are to come after it
 
@@ -461,40 +475,40 @@ def wait_stamp(flag, stamp, kernel: tl.constexpr, peer, ctx=None):
 
 @triton.jit
 def _all_raised(flags, stamp, COUNT: tl.constexpr):
-    """Looks at `COUNT` flags at once, some times. Returns 0, int64, when all have been raised."""
+    """Looks at `COUNT` flags at once, some times. Returns (0 when all have been raised, a token), int64."""
     j = tl.arange(0, triton.next_power_of_2(COUNT if COUNT > 0 else 1))
     polls = 0
     missing = tl.full((), 1, tl.int64)
+    token = tl.full((), 0, tl.int64)
     while (missing != 0) & (polls < POLLS):  # threads agree, since the values of an atomic are handed to all of them
         seen = tl.atomic_add(flags + j, 0, mask=j < COUNT, sem="acquire", scope="sys")
-        missing = tl.max(tl.where(j < COUNT, seen ^ stamp, 0), 0)
+        missing = tl.max(tl.where((j < COUNT) & (seen != stamp), 1, 0).to(tl.int64), 0)
+        token = tl.max(tl.where(j < COUNT, seen, 0), 0)
         polls += 1
-    return missing
+    return missing, tl.where(missing == 0, tl.minimum(token, 0), 0)  # zero, as in `wait`
 
 
 @triton.jit
 def wait_all(flags, stamp, kernel: tl.constexpr, WORLD: tl.constexpr, COUNT: tl.constexpr = 1, ctx=None):
     """`wait_stamp` for COUNT * WORLD consecutive flags, number j of which rank j % WORLD raises (`notify_all`)."""
-    missing = _all_raised(flags, stamp, COUNT * WORLD)
-    token = tl.full((), 0, tl.int64)
+    missing, token = _all_raised(flags, stamp, COUNT * WORLD)
     if missing != 0:
         me = tl.load(ctx + RANK).to(tl.int32)
         for i in range(COUNT * WORLD):  # the own flags last: they may be missing because this rank waits for a peer, which is to be named
             peer = (me + 1 + i // COUNT) % WORLD
             token += wait_stamp(flags + i % COUNT * WORLD + peer, stamp, kernel, peer, ctx=ctx)
-    return token + tl.minimum(missing, 0)  # zero, as in `wait`
+    return token
 
 
 @triton.jit
 def wait_peers(flags, stamp, kernel: tl.constexpr, WORLD: tl.constexpr, ctx=None):
     """`wait_stamp` for WORLD - 1 consecutive flags, the j-th of which rank me - 1 - j raises."""
-    missing = _all_raised(flags, stamp, WORLD - 1)
-    token = tl.full((), 0, tl.int64)
+    missing, token = _all_raised(flags, stamp, WORLD - 1)
     if missing != 0:
         me = tl.load(ctx + RANK).to(tl.int32)
         for one in range(WORLD - 1):
             token += wait_stamp(flags + one, stamp, kernel, (me + WORLD - 1 - one) % WORLD, ctx=ctx)
-    return token + tl.minimum(missing, 0)  # zero, as in `wait`
+    return token
 
 
 @triton.jit

@@ -19,10 +19,12 @@ from ..kernels import (
     all_gather_matmul,
     all_gather_matmul_small,
     matmul_all_reduce,
+    matmul_all_reduce_small,
     matmul_reduce_scatter,
     matmul_reduce_scatter_small,
 )
 from ..kernels.template import IMPORTS, Plan
+from .epilogue import READS, reads
 
 # Devices whose kernels are compiled while Inductor generates the rest of the module. Not the CPU: there the ranks of a host wait for each
 # other's compilations, and share its cores.
@@ -33,7 +35,17 @@ class DistributedTemplateKernel(TritonTemplateKernel):
     """A template kernel that imports the device language, and is followed by `runtime.after_launch`."""
 
     def jit_lines(self) -> str:
-        return IMPORTS + textwrap.dedent(super().jit_lines())
+        # Inductor compiles all kernels with device assertions on. Those of the device language (`dl.symm_at`) are function calls, and in a
+        # kernel with a call ptxas runs one wgmma instruction after the other (its message C7510): the product takes a sixth longer. So
+        # they are on only where something that is fused into the kernel asserts that its indices are in range.
+        code = [
+            getattr(part, name)
+            for part in self.subgraph_bodies.values()
+            for name in ("body", "indexing_code", "loads", "compute", "stores")
+        ]
+        asserts = any("device_assert" in lines.getvalue() for lines in code)
+        with inductor_config.patch(assert_indirect_indexing=asserts):
+            return IMPORTS + textwrap.dedent(super().jit_lines())
 
     def emit_kernel_override(self, wrapper: Any, src_code: str, kernel_name: str, *rest: Any) -> bool:
         if V.graph.get_current_device_or_throw().type in EARLY:
@@ -62,7 +74,14 @@ def _grid(programs: Any, meta: dict[str, Any], *, cdiv: Any) -> tuple[Any, int, 
 
 _TEMPLATES = {
     module.NAME: DistributedTemplate(name=f"ttd_{module.NAME}", grid=_grid, source=module.SOURCE)
-    for module in (all_gather_matmul, all_gather_matmul_small, matmul_reduce_scatter, matmul_reduce_scatter_small, matmul_all_reduce)
+    for module in (
+        all_gather_matmul,
+        all_gather_matmul_small,
+        matmul_reduce_scatter,
+        matmul_reduce_scatter_small,
+        matmul_all_reduce,
+        matmul_all_reduce_small,
+    )
 }
 
 
@@ -139,6 +158,8 @@ def launch(
     # On the buffer, not in the kernel's source: groups share one compiled kernel.
     buffer.ttd_group, buffer.ttd_needs = group, (plan.nbytes, plan.nflags)
     _order(buffer, group)
+    if device.type != "cpu" and reads(V.graph.current_node) > READS:
+        V.graph.no_fuse_buffer_names.add(buffer.get_name())
     # Behind the change that this kernel makes to its context, not behind its result: a result that somebody else waits for could not
     # stay in registers when its consumers fuse into the kernel.
     _last_changes()[group] = next(change.get_name() for change in buffer.get_outputs() if change is not buffer)

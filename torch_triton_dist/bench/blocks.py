@@ -329,6 +329,9 @@ class BlocksBench(Bench):
                     self.state.add(head, row)
             self.say(f"[{number}/{len(cases)}] {time.monotonic() - started:4.0f} s  {line(row)}")
             self.say_problems(row)
+        # CUDA graphs that hold NCCL's kernels would keep its communicators from ending.
+        torch._dynamo.reset()
+        gc.collect()
         self.deadline.stage("", float("inf"))
         if self.rank == 0:
             self.state.finish(head)

@@ -91,10 +91,10 @@ class RankPool:
         Raises:
             RankError: a rank raised, ended or took too long. The processes are then replaced.
         """
-        end = time.monotonic() + timeout
         try:
             if not self._processes:
                 self._start()
+            end = time.monotonic() + timeout  # from here on: the first of all starts waits for the fork server's imports
             for pipe in self._pipes:
                 with contextlib.suppress(BrokenPipeError):
                     pipe.send((fn, args))
@@ -112,10 +112,12 @@ class RankPool:
     def _start(self) -> None:
         # The test process keeps the store, so that it outlives every rank.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
-        # A fork server imports torch once; variables in `env` must be there before that, so they take fresh interpreters.
+        # A fork server imports torch and compiles once; variables in `env` must be there before that, so they take fresh interpreters.
         context: Any = multiprocessing.get_context("spawn" if self.env else "forkserver")
         if not self.env:
-            context.set_forkserver_preload(["torch.distributed", "tests.ranks"])
+            # Where there is a GPU, nothing may touch it before the fork.
+            more = [] if torch.cuda.is_available() else ["tests.preload"]
+            context.set_forkserver_preload(["torch.distributed", "tests.ranks", *more])
         with _environment(self.env):
             for rank in range(self.world):
                 here, there = context.Pipe()

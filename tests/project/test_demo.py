@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
+import io
 import os
 import re
 import signal
@@ -16,25 +19,59 @@ import torch
 from torch_triton_dist import demo
 
 TINY = ["--device=cpu", "--nproc=2", "--steps=2", "--layers=1", "--dim=64", "--hidden=128", "--batch=2", "--seq=32"]
+REPLICATED = "--no-sequence-parallel"
 DEMO = [sys.executable, "-m", "torch_triton_dist", "demo", *TINY]
+
+
+def as_a_command(ranks2) -> str:
+    """What the demo prints when torchrun starts its ranks, which compile with the workers of Inductor."""
+    done = subprocess.run(DEMO, capture_output=True, text=True, timeout=380, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    return done.stdout
+
+
+def train_here(rank: int, world: int) -> tuple[int, str]:
+    """The work of a rank without sequence parallelism, in the process group that is there: its exit status, and what it prints."""
+    import torch_triton_dist as ttd
+
+    @contextlib.contextmanager
+    def process_group(device_type: str):
+        yield torch.device(device_type)
+
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    parser = argparse.ArgumentParser()
+    demo.add_arguments(parser)
+    options = parser.parse_args([*TINY, REPLICATED])
+    assert demo.resolve(options) is None
+    printed = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, ttd.config.patch(cost_gate=True), contextlib.redirect_stdout(printed):
+        patch.setattr(demo, "process_group", process_group)
+        status = demo.train_and_compare(options)
+    return status, printed.getvalue()
+
+
+def in_ranks_of_the_tests(ranks2) -> str:
+    (status, text), other = ranks2.run(train_here, timeout=280)
+    assert (status, other) == (0, (0, "")), text
+    return text
 
 
 @pytest.mark.timeout(400)  # the model is compiled twice, forward and backward
 @pytest.mark.parametrize(
-    ("option", "patterns"),
+    ("run", "patterns"),
     [
-        ([], {"all_gather_matmul", "matmul_reduce_scatter"}),
-        (["--no-sequence-parallel"], {"matmul_all_reduce"}),
+        (as_a_command, {"all_gather_matmul", "matmul_reduce_scatter"}),
+        (in_ranks_of_the_tests, {"matmul_all_reduce"}),
     ],
     ids=["sequence parallel", "replicated"],
 )
-def test_both_runs_agree_and_kernels_are_fused(option, patterns):
-    done = subprocess.run([*DEMO, *option], capture_output=True, text=True, timeout=380, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
-    assert "The losses of both runs agree." in done.stdout
-    fused = set(re.findall(r"^ +\d+  (\w+)$", section(done.stdout, "Fused into one kernel"), flags=re.MULTILINE))
-    assert patterns <= fused, done.stdout
-    generated = section(done.stdout, "Generated kernels").split()[-1]
+def test_both_runs_agree_and_kernels_are_fused(run, patterns, ranks2):
+    text = run(ranks2)
+    assert "The losses of both runs agree." in text
+    fused = set(re.findall(r"^ +\d+  (\w+)$", section(text, "Fused into one kernel"), flags=re.MULTILINE))
+    assert patterns <= fused, text
+    generated = section(text, "Generated kernels").split()[-1]
     assert "torch_triton_dist" in Path(generated).read_text(encoding="utf-8")
 
 
@@ -80,15 +117,19 @@ def wait_until(condition, seconds: float) -> bool:
     return True
 
 
-@pytest.mark.parametrize("what", ["interrupt", "a rank dies"])
-def test_no_process_is_left(what):
-    process = subprocess.Popen(DEMO, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+@pytest.mark.parametrize(("what", "option"), [("interrupt", []), ("a rank dies", [REPLICATED])], ids=["interrupt", "a rank dies"])
+def test_no_process_is_left(what, option):
+    """In passing: the ranks are told whether the model is sequence parallel."""
+    process = subprocess.Popen([*DEMO, *option], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     started: set[int] = set()
+    told = ""
     try:
         assert process.stdout is not None
         for line in process.stdout:  # the ranks run from here on
+            told += line
             if "compiling" in line:
                 break
+        assert f"tensor parallelism {'without' if option else 'with'} sequence parallelism" in told
         started = descendants(process.pid)
         if what == "interrupt":
             process.send_signal(signal.SIGINT)

@@ -2,7 +2,7 @@
 
 A rank that is forked from it starts seconds earlier: the modules are there, the vector instructions of the CPU are known, and the
 caches' keys, which cover all sources of torch and triton, are computed. Ranks compile in their own process: they share few cores, and
-a pool of compile workers is two more processes a rank that import torch. Compile workers are met in the tests of `demo` and `bench`.
+a pool of compile workers is two more processes a rank that import torch. The command `demo` is tested with compile workers.
 """
 
 from __future__ import annotations

@@ -97,6 +97,8 @@ def _changing_inputs(rank, world, launches):
         bad += (got.float() != exact.bfloat16().float()).sum()
         reduced = ops.matmul_all_reduce(whole, rounded, "avg", name)
         bad += (reduced.float() != exact.bfloat16().float()).sum()
+        few = ops.matmul_all_reduce(whole[: 1 + launch % 16], rounded, "avg", name)  # words, among the flags of the others
+        bad += (few.float() != exact[: 1 + launch % 16].bfloat16().float()).sum()
         scattered = ops.matmul_reduce_scatter(whole, rounded, 0, "avg", name)
         bad += (scattered.float() != exact.bfloat16().float().chunk(world)[rank]).sum()
     return bad.item()

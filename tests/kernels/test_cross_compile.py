@@ -398,4 +398,5 @@ def test_flags_in_amdgcn(case, target):
 def test_stores_to_peers_are_16_bytes_wide(case):
     ptx = compiled(case, "sm_90")["ptx"]
     widths = set(re.findall(r"st\.global\.([a-z0-9.]+)", ptx))
-    assert widths <= {"v4.b32", "b64"} and "v4.b32" in widths  # b64: context table and error record
+    slices = {"v2.b32", "b32"} if CASES[case]()[2].constants.get("SLICE") else set()  # of staged tiles, a little in each step over K
+    assert widths <= {"v4.b32", "b64"} | slices and "v4.b32" in widths  # b64: context table and error record

@@ -234,7 +234,7 @@ def test_what_ranks_share_does_not_depend_on_what_they_do_not(world, rows, n, k,
         return mm_rs.plan(world * rows, n, depth, world, dtype, inner=rows, reduce_op="sum", bias_dims=0, device=device, tma=form)
 
     for plan in (reduced, scattered):
-        local = ("BLOCK_K", "EVEN", "TMA", "B_ROWS")
+        local = ("BLOCK_K", "EVEN", "TMA", "B_ROWS", "SLICE")
         assert shared(plan(k), *local) == shared(plan(max(1, other), tma), *local)
         assert {"BLOCK_M", "BLOCK_N", "SIGNATURE"} <= shared(plan(k), *local)[3].keys()
 

@@ -49,23 +49,29 @@ def die(how: str) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def dies_between_two_ops(rank: int, world: int, how: str, op: str) -> list:
-    fused_op(op, world_group())
+def dies_between_two_ops(rank: int, world: int, how: str, op: str, rows: int) -> list:
+    fused_op(op, world_group(), rows)
     dist.barrier()
     if rank == 1:
         time.sleep(0.5)  # the others are inside their kernel by then
         die(how)
     start = time.monotonic()
-    error = error_of(fused_op, op, world_group())
+    error = error_of(fused_op, op, world_group(), rows)
     return [str(error), error.kernel, error.peer, time.monotonic() - start]
 
 
 @pytest.mark.parametrize(
-    ("how", "op"), [("raise", "matmul_reduce_scatter"), ("_exit", "all_gather_matmul"), ("SIGKILL", "matmul_all_reduce")]
+    ("how", "op", "rows"),
+    [
+        ("raise", "matmul_reduce_scatter", 32),
+        ("_exit", "all_gather_matmul", 32),
+        ("SIGKILL", "matmul_all_reduce", 32),
+        ("SIGKILL", "matmul_all_reduce", 8),  # packed words
+    ],
 )
-def test_a_rank_that_dies_between_two_ops(how, op):
+def test_a_rank_that_dies_between_two_ops(how, op, rows):
     before = set(os.listdir("/dev/shm"))
-    values = run_ranks(dies_between_two_ops, 4, how, op, expect_exit=(1,))
+    values = run_ranks(dies_between_two_ops, 4, how, op, rows, expect_exit=(1,))
     assert values[1] == Exited({"raise": 1, "_exit": 3, "SIGKILL": -signal.SIGKILL}[how])
     for rank in (0, 2, 3):
         text, kernel, peer, seconds = values[rank]
@@ -111,30 +117,33 @@ def test_a_rank_that_is_killed_in_a_compiled_graph():
     assert seconds < QUICK
 
 
-def sleeps(rank: int, world: int, op: str) -> list:
+def sleeps(rank: int, world: int, op: str, rows: int) -> list:
     group = dist.new_group()
     name = group.group_name
-    fused_op(op, name)
+    fused_op(op, name, rows)
     dist.barrier()
     with ttd.config.patch(timeout_s=2.0):
         if rank == 1:
             time.sleep(3.5)
         start = time.monotonic()
-        error = error_of(fused_op, op, name)
+        error = error_of(fused_op, op, name, rows)
         seconds = time.monotonic() - start
-    again = error_of(fused_op, op, name)
+    again = error_of(fused_op, op, name, rows)
     dist.barrier()
     ttd.reset(group)
-    values = [fused_op(op, name).unique().tolist() for _ in range(3)]
+    values = [fused_op(op, name, rows).unique().tolist() for _ in range(3)]
     ttd.check()
     dist.barrier()
     dist.destroy_process_group(group)
     return [str(error), error.kernel, error.reason, seconds, str(again), values]
 
 
-@pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"])
-def test_deadline_then_reset(ranks2, op):
-    (text, kernel, reason, seconds, again, values), late = ranks2.run(sleeps, op)
+@pytest.mark.parametrize(
+    ("op", "rows"),
+    [("all_gather_matmul", 32), ("matmul_reduce_scatter", 32), ("matmul_all_reduce", 32), ("matmul_all_reduce", 8)],
+)
+def test_deadline_then_reset(ranks2, op, rows):
+    (text, kernel, reason, seconds, again, values), late = ranks2.run(sleeps, op, rows)
     assert (kernel, reason) == (op, "deadline") and 1.9 < seconds < QUICK
     assert "rank 1" in text and "deadline of 2" in text and "torch_triton_dist.reset(group)" in text, text
     assert "cannot be used since an earlier error" in again
@@ -174,6 +183,8 @@ def other_shapes(rank: int, world: int, op: str, seen: tuple[int, ...], rows: tu
         pytest.param((64,), (32, 64), id="one is new"),
         pytest.param((32, 64), (32, 64), id="neither is new"),
         pytest.param((30, 32), (30, 32), id="neither is new, tiles are the same"),  # flags too: only the stamps differ
+        pytest.param((6, 8), (6, 8), id="neither is new, few rows"),
+        pytest.param((8, 32), (32, 8), id="neither is new, few rows and more"),
     ],
 )
 @pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"])

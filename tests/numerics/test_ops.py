@@ -209,7 +209,8 @@ def test_any_number_of_programs(ranks2, case, num_programs):
 
 
 def two_shot_by_size(rank: int, world: int) -> tuple[list, list[bool]]:
-    """520 x 520 fp32 is just above the size at which four ranks take the two-shot algorithm by themselves, 32 x 520 is below, and 16 x 520 goes in packed words."""
+    """520 x 520 fp32 is just above the size at which four ranks take the two-shot algorithm by themselves, 32 x 520 is below, and 16 x 520
+    goes in packed words."""
     chosen = []
     real = mm_ar.plan
 
@@ -404,3 +405,29 @@ def messages(rank: int, world: int) -> None:
 
 def test_wrong_input(ranks2):
     ranks2.run(messages)
+
+
+def words_among_flags(rank: int, world: int, launches: int) -> list:
+    """Kernels that look for flags where others have left words, and the other way round; every result is that of the first time."""
+    cases = [
+        Case(AR, (5, 70), (45,)),
+        Case(AR, (37, 70), (45,)),
+        Case(AG, (4, 2100), (70,)),
+        Case(AR, (16, 33), (201,)),
+        Case(RS, (37, 70), (45,)),
+        Case(AR, (40, 40), (200,), two_shot=True),
+        Case(AG, (20, 1100), (70,)),
+    ]
+    results: dict[Case, list[torch.Tensor]] = {}
+    differ = 0
+    for launch in range(launches):
+        case = cases[(launch * 3 + launch // len(cases)) % len(cases)]
+        found = call(case, *operands(case, rank, world), world_group())
+        differ += sum(not torch.equal(a, b) for a, b in zip(found, results.setdefault(case, found), strict=True))
+        if launch % 11 == rank:
+            time.sleep(0.01)
+    return [differ, len(results) == len(cases)]
+
+
+def test_words_among_flags(ranks2):
+    assert ranks2.run(words_among_flags, 300) == [[0, True]] * 2

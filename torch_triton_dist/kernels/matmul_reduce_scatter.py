@@ -229,7 +229,7 @@ def plan(
         "TMA": bool(tma),
         "B_ROWS": tma == "rows",
         "S": share,
-        "SLICE": slice_of(tile) if staged else 0,
+        "SLICE": slice_of(tile, k) if staged else 0,
         "PIECES": pieces_of(tile),
         "STAGED": slots * tile.m * tile.n,
         "BIAS_DIMS": bias_dims,

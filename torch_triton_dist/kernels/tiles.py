@@ -110,9 +110,11 @@ def wide_tile_pays(m: int, n: int) -> bool:
     return 1.5 * wide <= narrow
 
 
-def slice_of(tile: Tile) -> int:
-    """Elements of a staged tile to be sent in each step over K: 16 bytes of each thread, of 16-bit numbers."""
-    return min(8 * 32 * tile.num_warps, tile.m * tile.n)
+def slice_of(tile: Tile, k: int) -> int:
+    """Elements of a staged tile to be sent in each step over K: as few as send all of it in these steps, 2 to 8 of each thread (4 to 16
+    bytes of 16-bit numbers). More at a time would wait for the link; with fewer, some would be left for the end."""
+    threads = 32 * tile.num_warps
+    return min(power_of_two(-(-tile.m * tile.n // -(-max(k, 1) // tile.k)), 2 * threads, 8 * threads), tile.m * tile.n)
 
 
 def pieces_of(tile: Tile) -> int:

@@ -422,7 +422,7 @@ def _wait_slowly(ptr, value, stamped: tl.constexpr, scope: tl.constexpr, semanti
         base = tl.load(ctx + HEAPS + tl.load(ctx + RANK))
         index = (ptr.to(tl.int64) - base) % tl.load(ctx + FLAGS_STRIDE) // 8
         _give_up(kernel, index, value, tl.maximum(seen, other), peer, reason, ctx)
-        seen = value  # there may be a negative word instead of a flag (packed.py), and callers make a token of this
+        seen = tl.cast(value, tl.int64)  # there may be a negative word (packed.py), and callers make a token of this
     return seen
 
 

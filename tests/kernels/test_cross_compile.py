@@ -295,6 +295,14 @@ def test_words_are_whole_and_looked_at_each_time(case):
     assert re.search(r"ld\.volatile\.global\.(v2\.)?b64", ptx)
 
 
+def test_words_go_around_the_caches_of_amd():
+    """There a volatile load may be served by a cache, and no release empties the caches behind a store."""
+    lines = compiled("packed all_reduce", "gfx942")["amdgcn"].splitlines()
+    words = [line for line in lines if re.match(r"\s+global_(load|store)_dwordx2 ", line)]
+    assert len([line for line in words if "load" in line and "sc0 sc1" in line]) >= 4 + 1
+    assert len([line for line in words if "store" in line and "sc0 sc1" in line]) >= 4
+
+
 @pytest.mark.parametrize(("case", "target"), [(case, target) for case, target in NVIDIA if case in FLAGS])
 def test_flags_in_ptx(case, target):
     instructions = ptx_instructions(compiled(case, target)["ptx"])

@@ -257,6 +257,20 @@ def test_what_an_epilogue_would_read():
         (lambda product, x, y: (product + x).sum(0) + y, 1),  # nothing fuses behind the sum
         (silu_backward, 3),  # the sigmoid is used twice, and so may lie in memory, too
     ]
+    assert reads(None) == 0
     for fn, expected in cases:
         graph = make_fx(fn)(*(torch.randn(24, 96) for _ in range(3))).graph
         assert reads(next(iter(graph.nodes))) == expected
+
+
+def test_what_an_epilogue_reads_of_tensors_of_unknown_size():
+    """Neither a guard nor an error: such a tensor counts as large. And no recursion: a thousand ops in a row."""
+
+    def fn(product, x):
+        for _ in range(1200):
+            x = x + 1
+        return product + x
+
+    graph = make_fx(fn, tracing_mode="symbolic")(torch.randn(24, 96), torch.randn(24, 96))
+    assert reads(next(iter(graph.graph.nodes))) == 1
+    assert not graph.shape_env.guards or all("Eq" in str(guard.expr) for guard in graph.shape_env.guards)

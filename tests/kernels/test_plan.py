@@ -25,6 +25,7 @@ from torch_triton_dist.kernels import matmul_reduce_scatter as mm_rs
 from torch_triton_dist.kernels import tiles as tile_shapes
 from torch_triton_dist.kernels.matmul_tile import swizzle
 from torch_triton_dist.kernels.template import DTYPES
+from torch_triton_dist.kernels.tiles import Tile
 from torch_triton_dist.runtime.layout import SIGNATURE_BITS, heap_layout, signature_code
 
 cpu.ensure_registered()
@@ -123,6 +124,8 @@ def test_small_all_reduce(world, rows, n, k, dtype, device):
     assert plan.nflags == world * rows * cdiv(n, c["NUMBERS"])
     if device.type == "cuda":  # every thread has a word, or threads could part
         assert c["BLOCK_M"] * c["BLOCK_N"] // c["NUMBERS"] >= 32 * plan.num_warps
+        narrow = mm_ar.plan(rows, n, k, world, dtype, reduce_op="sum", bias_dims=0, device=device, small=True, tile=Tile(16, 16, 32, 8, 2))
+        assert 16 * 16 // c["NUMBERS"] >= 32 * narrow.num_warps
     chosen = mm_ar.plan(rows, n, k, world, dtype, reduce_op="sum", bias_dims=0, device=device)
     assert (chosen.constants == c) == (rows * n * dtype.itemsize <= mm_ar.SMALL_BYTES)
 

@@ -16,6 +16,8 @@ import torch.distributed as dist
 import torch_triton_dist as ttd
 from tests.numerics.common import world_group
 from tests.ranks import Exited, run_ranks
+from torch_triton_dist import runtime
+from torch_triton_dist.runtime import layout
 
 QUICK = 5.0  # seconds; a dead process on the same host is noticed in far less
 
@@ -128,6 +130,8 @@ def sleeps(rank: int, world: int, op: str, rows: int) -> list:
         start = time.monotonic()
         error = error_of(fused_op, op, name, rows)
         seconds = time.monotonic() - start
+    # What is queued behind on a GPU finds no tile, also where programs leave before they have waited.
+    closed = runtime._heaps[name, "cpu"].transport.read(layout.CLAIM) == layout.NO_TILE
     again = error_of(fused_op, op, name, rows)
     dist.barrier()
     ttd.reset(group)
@@ -135,7 +139,7 @@ def sleeps(rank: int, world: int, op: str, rows: int) -> list:
     ttd.check()
     dist.barrier()
     dist.destroy_process_group(group)
-    return [str(error), error.kernel, error.reason, seconds, str(again), values]
+    return [str(error), error.kernel, error.reason, seconds, str(again), values, closed]
 
 
 @pytest.mark.parametrize(
@@ -143,7 +147,8 @@ def sleeps(rank: int, world: int, op: str, rows: int) -> list:
     [("all_gather_matmul", 32), ("matmul_reduce_scatter", 32), ("matmul_all_reduce", 32), ("matmul_all_reduce", 8)],
 )
 def test_deadline_then_reset(ranks2, op, rows):
-    (text, kernel, reason, seconds, again, values), late = ranks2.run(sleeps, op, rows)
+    (text, kernel, reason, seconds, again, values, closed), late = ranks2.run(sleeps, op, rows)
+    assert closed
     assert (kernel, reason) == (op, "deadline") and 1.9 < seconds < QUICK
     assert "rank 1" in text and "deadline of 2" in text and "torch_triton_dist.reset(group)" in text, text
     assert "cannot be used since an earlier error" in again

@@ -224,7 +224,7 @@ def plan(
     `tma_form`; tile: another one than `choose_tile`'s, the same on all ranks; small: whether it is a plan for
     `matmul_all_reduce_small` (None: by the rows)."""
     if small is None:
-        small = m <= SMALL_ROWS and m * n * dtype.itemsize <= SMALL_BYTES and not two_shot and (tile is None or m <= tile.m)
+        small = m <= SMALL_ROWS and m * n * dtype.itemsize <= SMALL_BYTES and two_shot is None and (tile is None or m <= tile.m)
     if small:
         return matmul_all_reduce_small.plan(
             m, n, k, world, dtype, reduce_op=reduce_op, bias_dims=bias_dims, device=device, tile=tile

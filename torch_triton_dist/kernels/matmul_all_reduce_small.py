@@ -14,7 +14,8 @@ Example: W=2, M=1, N=64, BLOCK_N=64, 16-bit numbers: T=1, width=32. Rank 0 store
 64 words, until all are of this launch; the sum of columns 0 and 1 is that of the words [0][0][0] and [1][0][0].
 
 Why it cannot deadlock: a claim sends before it waits, and waits only for claims of the same number of its peers, which are handed out in
-order; so the lowest claim that any rank has not ended is never blocked, also with a single resident program.
+order; so the lowest claim that any rank has not ended is never blocked, also with a single resident program. A program leaves before
+its last wait, since it claims nothing more; if that wait gives up, `packed` closes the counters for the launches queued behind.
 
 Why it cannot race: a word is read whole, so its data are of the launch that its tag names (`packed.tag`). Words of launch n lie in half
 n % 2 and are written again in launch n+2 at the earliest. A rank starts n+2 after its own n+1, in which it has seen words n+1 of every
@@ -50,7 +51,7 @@ SOURCE = r"""
 
     claim = dl.first_claim(stamp, ctx=CTX)
     if claim >= claims:
-        dl.leave(ctx=CTX)
+        dl.leave(ctx=CTX, early=True)
     while claim < claims:
         tile_n = claim
         cols = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -72,10 +73,10 @@ SOURCE = r"""
         sent = packed.pack(product.to(DTYPE), tag, BLOCK_M, BLOCK_N)
         for i in tl.static_range(WORLD):
             remote = dl.symm_at(words, (me + 1 + i) % WORLD, alignment=16, ctx=CTX) + me * M * width
-            tl.store(remote + in_tile, sent, mask=in_words)
+            packed.store(remote + in_tile, sent, in_words)
         claim = dl.claim(ctx=CTX)  # while the words travel
         if claim >= claims:
-            dl.leave(ctx=CTX)
+            dl.leave(ctx=CTX, early=True)
         total = packed.sum_of_ranks(words + in_tile, M * width, in_words, stamp, KERNEL_ID, BLOCK_M, BLOCK_N, DTYPE, WORLD, ctx=CTX)
         total = total * SCALE
         idx_m = rows[:, None].to(INDEX_DTYPE)
@@ -102,6 +103,9 @@ def plan(
     assert m <= tile.m, (m, tile)
     tiles = cdiv(n, tile.n)
     numbers = 4 // dtype.itemsize
+    if device.type != "cpu":  # a word for every thread, or threads could look at different times and part
+        lanes = 64 if torch.version.hip is not None else 32
+        tile = tile._replace(num_warps=min(tile.num_warps, tile.m * tile.n // numbers // lanes))
     constants = {
         "WORLD": world,
         "BLOCK_M": tile.m,

@@ -111,6 +111,21 @@ def num_ranks(axis: tl.constexpr = -1, ctx=None):
 
 
 @core.extern
+def on_hip(_semantic=None):
+    """Whether this kernel is compiled for an AMD GPU, constexpr."""
+    return core.constexpr(_semantic.builder.options.backend_name == "hip")
+
+
+@core.extern
+def pause(_semantic=None):
+    """In a loop that waits for memory of others to change: gives the processor to another process on the CPU, where that one may be
+    waited for. Nothing to do on GPUs."""
+    if _semantic.builder.options.backend_name == "cpu":
+        return core.extern_elementwise("", "", [], {(): ("sched_yield", core.int32)}, is_pure=False, _semantic=_semantic)
+    return _semantic.to_tensor(0)
+
+
+@core.extern
 def _checks(_semantic=None):
     """Whether this kernel is compiled with device assertions (`debug=True`, TRITON_DEBUG=1), constexpr."""
     return core.constexpr(bool(_semantic.builder.options.debug))
@@ -263,8 +278,19 @@ def alive(ctx=None):
 
 
 @triton.jit
-def leave(ctx=None):
-    """Ends a program. The last one of the launch clears the counters and stores the next launch number; call it exactly once, last."""
+def close(ctx):
+    """After a wait that gave up behind `leave`: launches that are queued behind this one are to find no tile, whether the counters have
+    been cleared or will be. The exchange with ABORT orders this and the clearing in `leave`: one of them sees the other."""
+    tl.atomic_add(ctx + ABORT, 0, sem="acq_rel", scope="sys")
+    tl.atomic_max(ctx + CLAIM, tl.full((), NO_TILE, tl.int64), sem="relaxed", scope="gpu")
+    tl.atomic_max(ctx + SEND, tl.full((), NO_TILE, tl.int64), sem="relaxed", scope="gpu")
+
+
+@triton.jit
+def leave(ctx=None, early: tl.constexpr = False):
+    """Ends a program. The last one of the launch clears the counters and stores the next launch number; call it exactly once, last.
+
+    early: the program may still wait, but claims and sends nothing more; a wait that gives up then calls `close`."""
     tl.debug_barrier()
     programs = tl.num_programs(0) * tl.num_programs(1) * tl.num_programs(2)
     before = tl.atomic_add(ctx + TICKET, 1, sem="acq_rel", scope="gpu")
@@ -282,6 +308,9 @@ def leave(ctx=None):
         tl.store(ctx + SEND, first)
         tl.store(ctx + TICKET, 0)
         tl.store(ctx + LAUNCH, tl.load(ctx + LAUNCH) + 1)
+        if early:  # noqa: SIM102  (decided at compile time, the other at run time)
+            if tl.atomic_add(ctx + ABORT, 0, sem="acq_rel", scope="sys") != 0:
+                close(ctx)
 
 
 @core.extern
@@ -381,7 +410,8 @@ def why_stop(value, stamped: tl.constexpr, peer, start, ctx):
     """Why a wait for `peer` that began at `start` (`now`) has to end, REASON_... or 0, int32; and the stamp of the other kernel that the
     peer runs in this launch, or 0, int64. value: what is waited for, a stamp if `stamped`."""
     told = not alive(ctx)
-    late = _last_time(ctx) - start > tl.load(ctx + TIMEOUT_NS)
+    limit = tl.atomic_add(ctx + TIMEOUT_NS, 0, sem="relaxed", scope="gpu")  # the host may change it meanwhile
+    late = _last_time(ctx) - start > limit
     reason = tl.where(told, REASON_TOLD, tl.where(late, REASON_DEADLINE, 0))
     other = tl.full((), 0, tl.int64)
     if stamped:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .core import POLLS, RANK, SIGNATURE_BITS, _give_up, now, why_stop
+from .core import POLLS, RANK, SIGNATURE_BITS, _give_up, close, now, on_hip, pause, why_stop
 
 
 @triton.jit
@@ -45,6 +45,25 @@ def unpack(words, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DTYPE: tl.conste
 
 
 @triton.jit
+def store(target, words, mask):
+    """Stores words into the heap of a peer: on AMD through the caches, as no release follows that would empty them."""
+    if on_hip():
+        tl.store(target, words, mask=mask, cache_modifier=".wt")
+    else:
+        tl.store(target, words, mask=mask)
+
+
+@triton.jit
+def look(words, mask, mark):
+    """Words in memory, each time anew, not in a cache; where `mask` is False, one that carries the tag."""
+    pause()
+    if on_hip():  # there `volatile` does not go around the caches
+        return tl.load(words, mask=mask, other=mark << 32, volatile=True, cache_modifier=".cv")
+    else:
+        return tl.load(words, mask=mask, other=mark << 32, volatile=True)
+
+
+@triton.jit
 def _wait_slowly(words, stride, mask, stamp, kernel: tl.constexpr, WORLD: tl.constexpr, ctx):
     """Waits until the words of every rank are there, or gives up and says for whom it waited."""
     me = tl.load(ctx + RANK).to(tl.int32)
@@ -57,13 +76,14 @@ def _wait_slowly(words, stride, mask, stamp, kernel: tl.constexpr, WORLD: tl.con
         reason = tl.full((), 0, tl.int32)
         other = tl.full((), 0, tl.int64)
         while (missing != 0) & (reason == 0):
-            seen = tl.load(words + peer * stride, mask=mask, other=mark << 32, volatile=True)
+            seen = look(words + peer * stride, mask, mark)
             missing = _any(seen >> 32 != mark)
             polls += 1
             if (missing != 0) & (polls % POLLS == 0):
                 reason, other = why_stop(stamp, True, peer, start, ctx)
         if reason != 0:
-            _give_up(kernel, tl.full((), 0, tl.int64), stamp, other, peer, reason, ctx)
+            _give_up(kernel, tl.cast(peer * stride, tl.int64), stamp, other, peer, reason, ctx)
+            close(ctx)
 
 
 @triton.jit
@@ -96,7 +116,7 @@ def sum_of_ranks(
         total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         foreign = tl.zeros(words.shape, dtype=tl.int1)
         for source in tl.static_range(WORLD):
-            seen = tl.load(words + source * stride, mask=mask, other=mark << 32, volatile=True)
+            seen = look(words + source * stride, mask, mark)
             foreign |= seen >> 32 != mark
             total += unpack(seen, BLOCK_M, BLOCK_N, DTYPE)
         looks = tl.where(_any(foreign) == 0, POLLS + 1, looks + 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+import sys
 
 import torch
 from torch import fx
@@ -25,24 +25,32 @@ def _pointwise(node: fx.Node) -> bool:
 
 
 def _numel(node: fx.Node) -> int:
+    """Elements of a tensor; of one whose size is not known, as many as there can be, since to compare it would add a guard."""
     value = node.meta.get("val")
-    return int(value.numel()) if isinstance(value, torch.Tensor) else 0
+    size = value.numel() if isinstance(value, torch.Tensor) else 0
+    return size if isinstance(size, int) else sys.maxsize
 
 
-def _in_memory(node: fx.Node) -> Iterator[fx.Node]:
+def _in_memory(node: fx.Node) -> set[fx.Node]:
     """The tensors that have to be read for the value of `node`: it, or what it is computed from while it is read."""
-    whole = all(_numel(one) <= _numel(node) for one in node.all_input_nodes)  # not a slice of something larger
-    if len(node.users) < 2 and whole and (_pointwise(node) or _passes_on(node)):
-        for one in node.all_input_nodes:
-            yield from _in_memory(one)
-    else:
-        yield node
+    found, todo = set(), [node]
+    while todo:
+        one = todo.pop()
+        whole = all(_numel(source) <= _numel(one) for source in one.all_input_nodes)  # not a slice of something larger
+        if len(one.users) < 2 and whole and (_pointwise(one) or _passes_on(one)):
+            todo += one.all_input_nodes
+        else:
+            found.add(one)
+    return found
 
 
-def reads(node: fx.Node) -> int:
-    """How many tensors, at least as large as one of the results of `node`, the pointwise ops behind it read besides the results.
+def reads(node: fx.Node | None) -> int:
+    """How many tensors, at least as large as one of the results of `node`, the pointwise ops behind it read besides the results. None,
+    for a lowering that is called from another one: 0.
 
     For silu_backward(product, x) * y, with x and y from elsewhere, 2; for product + residual, 1."""
+    if node is None:
+        return 0
     behind: set[fx.Node] = {node}
     others: set[fx.Node] = set()
     todo = list(node.users)
@@ -63,5 +71,5 @@ def reads(node: fx.Node) -> int:
         if _pointwise(user):
             for one in user.all_input_nodes:
                 if one not in behind:
-                    others.update(_in_memory(one))
+                    others |= _in_memory(one)
     return sum(_numel(one) >= size for one in others - behind)

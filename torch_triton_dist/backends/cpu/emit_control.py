@@ -149,11 +149,8 @@ def for_(e: FunctionEmitter, op: Op) -> None:
 
 
 def _is_poll(op: Op) -> bool:
-    """Whether a ``scf.while`` waits for memory to change: only scalars, at least one read, no inner loop or call; or volatile reads of
-    tensors, which are for nothing else."""
+    """Whether a ``scf.while`` waits for memory to change: only scalars, at least one read, no inner loop or call."""
     inner = [each for region in op.regions for each in walk(region)]
-    if any(each.name == "tt.load" and each.outs[0].is_tensor and each.flag("isVolatile") for each in inner):
-        return True
     if any(kind.is_tensor for each in inner for kind in each.ins + each.outs):
         return False
     if any(each.name in ("scf.for", "tt.call") for each in inner):

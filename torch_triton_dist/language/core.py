@@ -296,7 +296,8 @@ def leave(ctx=None, early: tl.constexpr = False):
     before = tl.atomic_add(ctx + TICKET, 1, sem="acq_rel", scope="gpu")
     if before == programs - 1:
         if not alive(ctx):
-            # Told to give up while it was not waiting: tiles were left out, and the host must hear of it. The record of a wait wins.
+            # Told to give up while it was not waiting: tiles were left out, and the host must hear of it. The first record of a
+            # rank stands: that of a wait, unless this is an early leave.
             zero = tl.full((), 0, tl.int64)
             _give_up(0, zero, zero, zero, tl.full((), -1, tl.int64), REASON_TOLD, ctx)
             # Launches that are queued behind this one find no tile: they must not write into heaps that a peer still reads, which it may,

@@ -377,45 +377,86 @@ def two_shot(tiles, s=1, size=1):
 
 
 @kernel_maker
-def all_gather(tiles_m, chunks=1, columns=(1, 1, 1, 1), gather=False, senders=1):
-    """columns: tiles in N, by rank: the weight of a rank may be wider than that of another, or have no columns at all."""
+def all_gather(tiles_m, chunks=1, columns=(1, 1, 1, 1), gather=False, senders=1, groups=1, whole=NO_TILE):
+    """columns: tiles in N, by rank: the weight of a rank may be wider than that of another, or have no columns at all. groups: of columns
+    of x, which are waited for apart; tiles from number `whole` on are multiplied in as many parts."""
+    sends = tiles_m * chunks  # of a group
 
-    def send_all(p):
-        blocks = tiles_m * chunks
-        send = yield from p.claim("send")
-        while send < (p.world - 1) * blocks:
-            peer = (p.me + p.world - 1 - send // blocks) % p.world
-            block, chunk = send % blocks // chunks, send % blocks % chunks
-            flag, slot = p.me * tiles_m + block, p.me * blocks + send % blocks
-            early = not p.keeps(COUNT_LAST) or not p.keeps(DATA_FIRST)
-            if not early:
-                yield from p.store(peer, slot, ("ag", p.me, block, chunk))
-            if chunks == 1 or (yield from count(p, p.world * tiles_m + send // chunks, chunks - 1, COUNTED)):
-                yield from p.notify(peer, flag)
-            if early:
-                yield from p.store(peer, slot, ("ag", p.me, block, chunk))
+    def slot(source, group, block, chunk):
+        return ((source * groups + group) * tiles_m + block) * chunks + chunk
+
+    def send_until(p, limit):
+        yield
+        claimed = p.ranks[p.me].send
+        while claimed < limit:
             send = yield from p.claim("send")
+            claimed = send + 1
+            if send < groups * sends:
+                group, block, chunk = send // sends, send % sends // chunks, send % chunks
+                early = not p.keeps(COUNT_LAST) or not p.keeps(DATA_FIRST)
+                if not early:
+                    yield from store_all(p, group, block, chunk)
+                flag = p.me * tiles_m * groups + block * groups + group
+                word = p.world * tiles_m * groups + block * groups + group
+                if chunks == 1 or (yield from count(p, word, chunks - 1, COUNTED)):
+                    yield from p.notify_all(flag)
+                if early:
+                    yield from store_all(p, group, block, chunk)
+
+    def store_all(p, group, block, chunk):
+        for i in range(1, p.world):
+            target = (p.me + p.world - i) % p.world
+            yield from p.store(target, slot(p.me, group, block, chunk), ("ag", p.me, group, block, chunk))
+
+    def multiply(p, source, block, first, last):
+        flags = [((source * tiles_m + block) * groups + group, source) for group in range(groups)]
+        here = all(p.ranks[p.me].flags[p.half, flag] == p.stamp for flag, _ in flags)
+        yield
+        for group in range(first, last):
+            if not here or groups == 1:
+                if groups > 1 and p.keeps(HELP_FIRST):
+                    yield from send_until(p, (group + 1) * sends)
+                yield from p.wait([flags[group]])
+            for chunk in range(chunks):
+                yield from p.load(slot(source, group, block, chunk), ("ag", source, group, block, chunk))
 
     def kernel(p):
-        blocks, tiles = tiles_m * chunks, tiles_m * columns[p.me]
+        tiles = tiles_m * columns[p.me]
+        split = groups if whole < NO_TILE else 1
+
+        def claims_of(tiles):
+            return min(tiles, whole) + max(0, tiles - whole) * split
+
         claim = 0
         for part in range(2):
-            if (part == 1 and p.keeps(HELP_FIRST)) or p.pid < senders:
-                yield from send_all(p)
+            if p.pid < senders if part == 0 else groups == 1 and p.keeps(HELP_FIRST):
+                yield from send_until(p, groups * sends)
             if part == 0:
                 claim = yield from p.first_claim()
-            while claim < tiles + part * (p.world - 1) * tiles:
-                source, block = (p.me + claim // tiles) % p.world, claim % tiles % tiles_m
+            while claim < claims_of(tiles * (p.world if part else 1)):
+                tile = claim if claim < whole else whole + (claim - whole) // split
+                piece = (claim - whole) % split if claim >= whole and split > 1 else None
                 if part == 1:
-                    yield from p.wait([(source * tiles_m + block, source)])
-                    for chunk in range(chunks):
-                        yield from p.load(source * blocks + block * chunks + chunk, ("ag", source, block, chunk))
+                    row_tile = (tile - tiles) % (tiles_m * (p.world - 1))
+                    source, block = (p.me + 1 + row_tile % (p.world - 1)) % p.world, row_tile // (p.world - 1)
+                    first, last = (0, groups) if piece is None else (piece, piece + 1)
+                    yield from multiply(p, source, block, first, last)
+                if piece is not None:
+                    scratch = p.world * groups * sends + (tile - whole) * split
+                    yield from p.store(p.me, scratch + piece, ("part", tile, piece))
+                    if (yield from count(p, (p.world + 1) * tiles_m * groups + tile - whole, split - 1, ADD_LAST)):
+                        for one in range(split):
+                            yield from p.load(scratch + one, ("part", tile, one))
                 claim = yield from p.claim()
-        while gather and claim < p.world * (tiles + blocks):
-            source, piece = (p.me + (claim - p.world * tiles) // blocks) % p.world, (claim - p.world * tiles) % blocks
+        done = claims_of(tiles * p.world)
+        while gather and claim < done + p.world * groups * sends:
+            group, source = (claim - done) // (p.world * sends), (p.me + (claim - done) // sends) % p.world
+            block, chunk = (claim - done) % sends // chunks, (claim - done) % chunks
             if source != p.me:
-                yield from p.wait([(source * tiles_m + piece // chunks, source)])
-                yield from p.load(source * blocks + piece, ("ag", source, piece // chunks, piece % chunks))
+                if groups > 1 and p.keeps(HELP_FIRST):
+                    yield from send_until(p, groups * sends)
+                yield from p.wait([((source * tiles_m + block) * groups + group, source)])
+                yield from p.load(slot(source, group, block, chunk), ("ag", source, group, block, chunk))
             claim = yield from p.claim()
 
     return kernel

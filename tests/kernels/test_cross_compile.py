@@ -36,6 +36,9 @@ CASES = {
     "packed all_reduce fp32": lambda: (mm_ar, (False,), _plan_ar(3, 1000, 200, FP32, reduce_op="avg")),
     "two-shot all_reduce": lambda: (mm_ar, (False,), _plan_ar(512, 8192, 2048, BF16, reduce_op="avg")),
     "all_gather": lambda: (ag_mm, (False, False), _plan_ag(1024, 2048, 8192, BF16)),
+    "all_gather in groups": lambda: (ag_mm, (False, False), _plan_ag(256, 2048, 8192, BF16)),
+    "all_gather in groups tma": lambda: (ag_mm, (False, False), _plan_ag(256, 2048, 8192, BF16, tma="rows")),
+    "all_gather in groups tma kept": lambda: (ag_mm, (True, True), _plan_ag(512, 7168, 8192, FP16, has_bias=True, gather=True, tma="columns")),
     "all_gather kept": lambda: (ag_mm, (True, True), _plan_ag(1024, 2048, 8192, FP16, inner=128, has_bias=True, gather=True)),
     "reduce_scatter tma ragged": lambda: (mm_rs, (True,), _plan_rs(4 * 1000, 1000, 200, BF16, bias_dims=1, tma="rows")),
     "one-shot all_reduce tma": lambda: (mm_ar, (False,), _plan_ar(128, 4096, 2048, FP16, two_shot=False, tma="columns")),
@@ -64,6 +67,11 @@ COMPILED = [
     ("packed all_reduce fp32", "sm_90", ""),
     ("two-shot all_reduce", "sm_90", "wgmma.mma_async"),
     ("all_gather", "sm_90", "wgmma.mma_async"),
+    ("all_gather in groups", "sm_80", "mma.sync"),
+    ("all_gather in groups", "gfx942", "v_mfma_f32"),
+    ("all_gather in groups tma", "sm_90", "wgmma.mma_async"),
+    ("all_gather in groups tma", "sm_100", "tcgen05.mma"),
+    ("all_gather in groups tma kept", "sm_90", "wgmma.mma_async"),
     ("all_gather kept", "sm_90", "wgmma.mma_async"),
     ("all_gather kept", "gfx942", "v_mfma_f32"),
     ("all_gather fp32", "sm_90", ""),
@@ -89,6 +97,7 @@ COMPILED = [
 TMA = [(case, target) for case, target, _ in COMPILED if "tma" in case]
 NVIDIA = [(case, target) for case, target, _ in COMPILED if target.startswith("sm")]
 AMD = [(case, target) for case, target, _ in COMPILED if target.startswith("gfx")]
+IN_GROUPS = [case for case in CASES if "in groups" in case]
 FLAGS = [case for case in CASES if "packed" not in case]  # the others tell of their data in the data
 
 
@@ -240,7 +249,8 @@ def test_a_barrier_stands_between_data_and_what_tells_of_them(case):
     if "all_gather" in case:
         counted = [i for i, op in enumerate(ops) if op.name == "tt.atomic_rmw" and "add, acq_rel, gpu" in op.text]
         constants = CASES[case]()[2].constants
-        assert len(counted) == 1 + (constants["CHUNKS"] > 1) + (constants.get("SPLITS", 1) > 1)  # `leave`, chunks, parts
+        sends = 2 + constants["GATHER"] if case in IN_GROUPS else 1  # places that send
+        assert len(counted) == 1 + sends * (constants["CHUNKS"] > 1) + (constants.get("SPLITS", 1) > 1)  # `leave`, chunks, parts
         tells += counted
     for i in tells:
         stores = [j for j in range(i) if ops[j].name == "tt.store" and "tensor<" in ops[j].text]
@@ -311,7 +321,8 @@ def test_flags_in_ptx(case, target):
     at_once = positions(r"atom\.global\.(sys\.acquire|acquire\.sys)\.", instructions)
     raised = positions(r"atom\.global\.(sys\.release|release\.sys)\.", instructions)
     assert len(polls) >= 3  # of `wait_stamp`: a first look, and twice in `_wait_slowly`
-    assert len(at_once) == (0 if case.startswith("all_gather") else 2 if case == "small all_gather kept" else 1)
+    looks = {"small all_gather kept": 2, **dict.fromkeys(IN_GROUPS, 2)}
+    assert len(at_once) == looks.get(case, 0 if case.startswith("all_gather") else 1)
     assert all(".add." in instructions[i] for i in at_once) and all(".exch.b64" in instructions[i] for i in raised) and raised
     # One thread touches a flag, and block barriers stand between it and the data of all others.
     for i in polls + at_once + raised:

@@ -131,17 +131,26 @@ def test_small_all_reduce(world, rows, n, k, dtype, device):
 
 
 @many
-@given(**shapes)
-def test_all_gather(world, rows, n, k, dtype, device):
-    plan = ag_mm.plan(rows, n, k, world, dtype, inner=rows, has_bias=False, gather=False, device=device, small=False)
+@given(**shapes, deep=st.booleans(), splits=st.sampled_from([None, 1]))
+def test_all_gather(world, rows, n, k, dtype, device, deep, splits):
+    k = k + 2048 if deep else k
+    plan = ag_mm.plan(rows, n, k, world, dtype, inner=rows, has_bias=False, gather=False, device=device, small=False, splits=splits)
     c = plan.constants
     check_even(plan, rows, n, k)
-    blocks, chunks = cdiv(rows, c["BLOCK_M"]), c["CHUNKS"]
-    assert c["PUSH_K"] % c["BLOCK_C"] == 0  # the pieces of a chunk end where the chunk ends
-    assert (chunks - 1) * c["PUSH_K"] < k <= chunks * c["PUSH_K"] and chunks < 1 << 16  # the count of a block has 16 bits
-    flags = [source * blocks + block for source in range(world) for block in range(blocks)]
-    counts = [world * blocks + send // chunks for send in range(0, (world - 1) * blocks * chunks, chunks)]
-    check_slots(plan, [(source * rows * k, rows * k) for source in range(world)], flags + counts, dtype.itemsize)
+    blocks, chunks, groups = cdiv(rows, c["BLOCK_M"]), c["CHUNKS"], c["GROUPS"]
+    assert groups * c["GROUP_K"] >= k and c["GROUP_K"] % c["BLOCK_K"] == 0  # a step over K ends where a group ends
+    assert c["CHUNK_M"] * chunks == c["BLOCK_M"] and chunks < 1 << 16  # the count of a block has 16 bits
+    tiles = world * blocks * cdiv(n, c["BLOCK_N"])
+    flags = list(range(world * blocks * groups))
+    counts = [len(flags) + block for block in range(blocks * groups)]
+    size, tile = dtype.itemsize, c["BLOCK_M"] * c["BLOCK_N"] * 4
+    slots = [(source * rows * k * size, rows * k * size) for source in range(world)]
+    if c["SPLITS"] > 1:
+        assert groups % c["SPLITS"] == 0
+        left = tiles % c["ROUND"]
+        counts += [len(flags) + len(counts) + one for one in range(left)]
+        slots += [(c["SCRATCH"] + part * tile, tile) for part in range(left * c["SPLITS"])]
+    check_slots(plan, slots, flags + counts, 1)
 
 
 few = {**shapes, "rows": st.integers(1, 64)}
@@ -228,7 +237,7 @@ def test_what_ranks_share_does_not_depend_on_what_they_do_not(world, rows, n, k,
     if gather(n, False).kernel == ag_small.NAME:
         local += ("BLOCK_M",)
     assert shared(gather(n, False), *local) == shared(gather(other, True, tma), *local)
-    assert {"CHUNKS", "PUSH_K", "SIGNATURE"} <= shared(gather(n, False), *local)[3].keys()
+    assert {"CHUNKS", "GROUPS", "SIGNATURE"} <= shared(gather(n, False), *local)[3].keys()
 
     def reduced(depth, form=""):
         return mm_ar.plan(rows, n, depth, world, dtype, reduce_op="sum", bias_dims=0, device=device, tma=form)

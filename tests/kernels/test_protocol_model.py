@@ -53,6 +53,9 @@ SEQUENCES = {
     "all_gather": [all_gather(2, 1)] * 4,
     "all_gather in chunks": [all_gather(2, 3), all_gather(1, 2, senders=2)] * 2,
     "all_gather, all programs send first": [all_gather(2, 2, senders=3)] * 4,
+    "all_gather in groups": [all_gather(2, 2, groups=2), all_gather(1, 1, groups=4, senders=2)] * 2,
+    "all_gather in groups and parts": [all_gather(2, 1, (2, 2, 2, 2), groups=2, whole=3), all_gather(1, 2, groups=2, whole=0)] * 2,
+    "all_gather in groups, no columns on a rank": [all_gather(1, 2, (0, 1, 2, 1), gather=True, groups=2)] * 4,
     "all_gather, no columns on a rank": [all_gather(1, 2, (0, 1, 2, 1), gather=True)] * 4,
     "small all_gather": [all_gather_small(2, 2), all_gather_small(1, 1)] * 2,
     "small all_gather in parts": [all_gather_small(4, 2, (2, 2, 2, 2), parts=2), all_gather_small(2, 1, (3, 3, 3, 3), parts=2)] * 2,
@@ -85,6 +88,7 @@ def any_kernel(pick, world):
             all_gather_small(2 * pick.randint(1, 2), pick.randint(1, 3), columns, pick.randint(1, 2), gather=0 in columns or gather),
             reduce_scatter_small(pick.randint(1, 2), pick.randint(1, 3), size),
             all_gather(pick.randint(1, 3), pick.randint(1, 3), columns, gather=0 in columns or gather, senders=pick.randint(1, 3)),
+            all_gather(tiles, size, columns, 0 in columns or gather, s, groups=2, whole=pick.choice([0, 2, 1 << 20])),
         ]
     )
 
@@ -141,6 +145,10 @@ BROKEN = [
     (SEND_FIRST, Deadlock, 2, [two_shot(2)], 3, 1),
     (HELP_FIRST, Deadlock, 2, [all_gather(1, 1)], 2, 1),
     (HELP_FIRST, Deadlock, 4, [all_gather(2, 2)], 3, 2),
+    (HELP_FIRST, Deadlock, 2, [all_gather(1, 1, groups=2, senders=0)], 1, 1),
+    (DATA_FIRST, Race, 2, [all_gather(1, 1, groups=2)], 1, 1),
+    (ADD_LAST, Race, 2, [all_gather(1, 1, groups=2, whole=0)], 2, 2),
+    (ROTATION, Race, 2, [all_gather(1, 2, groups=2)] * 4, 1, 1),
     (CLEAR_SENDS, Deadlock, 2, [all_gather(1, 1)] * 2, 1, 1),
     (TELL, Deadlock, 2, [[reduce_scatter(1)], [all_gather(1, 1, (1, 0))]], 1, 1),
 ]

@@ -3,28 +3,38 @@
 
 Symbols: shard [R, K] on each rank, weight [K, N], W ranks, output [W * R, N]. Row j of the shard of rank r is row
 (j // INNER * W + r) * INNER + j % INNER of the gathered tensor: INNER = R for a gather on dim 0, INNER = S / W for a gather of
-[B, S / W, K] on dim 1. The heap holds the shards as they are, [W][R][K]; nothing is rearranged. A row block has BLOCK_M rows and is
-sent in CHUNKS pieces of PUSH_K columns; T = tiles_m * tiles_n tiles cover the rows of one shard.
+[B, S / W, K] on dim 1. The heap holds the shards as they are, [W][R][K]; nothing is rearranged. A row block has BLOCK_M rows. K is cut
+into GROUPS groups of GROUP_K columns. A row block is sent, group by group, in CHUNKS chunks of rows (`send_rows`). T = tiles_m * tiles_n
+tiles cover the rows of one shard.
 
-Protocol. Sends and tiles are claimed from two counters.
-    send   0 .. (W-1)*tiles_m*CHUNKS-1: the own shard to rank me-1 first, which needs it first: store chunk c of row block b into slot [me]
-           of that rank's heap; who stores the last chunk of a block (a count in the own heap) raises its flag [me][b]
-    own    claims 0 .. T-1: multiply a tile of the own rows, straight from the shard; epilogue; store
-    other  claims T .. W*T-1: tiles of ranks me+1, me+2, ...: wait for the flag [source][b] of its row block, then the same
-    keep   (only with a GATHERED output) claims .. + W*tiles_m*CHUNKS: wait for flag [source][b], copy the chunk into GATHERED
-The first SENDERS programs send before they multiply: as many as fill the link. The others start with their own rows. Before it waits for
-the first time, every program sees to it that nothing is left to be sent.
+Protocol. Chunks to send and tiles are claimed from two counters.
+    send   0 .. GROUPS*tiles_m*CHUNKS-1, group by group: store a chunk of the own rows into slot [me] of every peer's heap; who stores the
+           last chunk of row block b in group g (a count in the own heap) raises flag [me][b][g] at all ranks
+    own    tiles 0 .. T-1: multiply a tile of the own rows, straight from the shard; epilogue; store
+    other  tiles T .. W*T-1, of the first row blocks of all peers, then of the second, as they arrive: wait for the flags [source][b][.] of
+           the row block, then the same. With several groups: wait for a group, multiply its columns, wait for the next
+    keep   (only with a GATHERED output) claims behind those of the tiles: wait for flag [source][b][g], copy a chunk into GATHERED
+The last SENDERS programs send before they multiply: as many as fill the link. The others start with their own rows. With one group every
+program, before it waits for the first time, sees to it that nothing is left to be sent; with several, before it waits for a group that does
+not come soon, that nothing is left of this group and those before.
 
-Example: W=2, shard [4, K], BLOCK_M=2, CHUNKS=1, tiles_n=1: tiles_m=2, T=2. Rank 0 sends its row blocks 0 and 1 to rank 1; claims 0, 1:
-tiles of its own rows 0-1, 2-3; claims 2, 3: waits for flags [1][0] and [1][1], tiles of rows 4-5 and 6-7.
+SPLITS > 1: the tiles that do not fill a last round of ROUND are claimed SPLITS times, each time for GROUPS / SPLITS of the groups. Each
+stores its fp32 product into the own scratch [tile][part]; who stores the last part (another count) adds them all, in their order: the same
+bits from run to run.
 
-Why it cannot deadlock: a send never waits, and a program waits only when all sends of its rank have been claimed, by programs that run. So
-every rank raises all its flags whatever its peers do, also with a single resident program.
+Example: W=2, shard [4, K], BLOCK_M=2, CHUNKS=1, GROUPS=1, tiles_n=1: tiles_m=2, T=2. Rank 0 sends its row blocks 0 and 1 to rank 1; claims
+0, 1: tiles of its own rows 0-1, 2-3; claims 2, 3: waits for flags [1][0] and [1][1], tiles of rows 4-5 and 6-7. With GROUPS=2 it sends
+columns 0 .. K/2-1 of both blocks first; claim 2 waits for [1][0][0], multiplies these columns, waits for [1][0][1], multiplies the others.
+
+Why it cannot deadlock: a send never waits, and a program that waits for a group has seen to it that all sends of its rank up to this group
+have been claimed, by programs that run. So of all waits of all ranks, one for the lowest group ends, also with a single resident program;
+and a rank where nobody waits gets to its last programs, which send what is left. Nobody waits for parts: the last one adds.
 
 Why it cannot race: flags of launch n are set to its stamp and waited for (NOTE [stamps] in language/core.py). Slots of launch n lie in
 half n % 2 and are written again in launch n+2 at the earliest. A rank starts n+2 after its own n+1, in which it has waited for a flag n+1
-of every peer (R >= 1 and N >= 1). A peer raises flag n+1 after its own launch n has ended, so nobody reads the half of n any more. The
-count of a block starts from n << 16, which is more than any stamp or count of an earlier launch that may be left in its place.
+of every peer (R >= 1, and N >= 1 or a GATHERED output). A peer raises flag n+1 after its own launch n has ended, so nobody reads the half
+of n any more. The count of a block starts from n << 16, which is more than any stamp or count of an earlier launch that may be left in its
+place.
 """
 
 from __future__ import annotations
@@ -33,7 +43,7 @@ import torch
 
 from . import all_gather_matmul_small
 from .template import Plan, align, cdiv, grid_programs, input_precision, launch, triton_dtype
-from .tiles import TMA_ROWS, Tile, choose_tile, pieces_of, tma_form_of, wide_tile, wide_tile_pays
+from .tiles import PROCESSORS, TMA_ROWS, Tile, choose_tile, fitting, pieces_of, power_of_two, tma_form_of, wide_tile, wide_tile_pays
 
 NAME = "all_gather_matmul"
 KERNEL_ID = 1
@@ -42,6 +52,16 @@ KERNEL_ID = 1
 SENDERS = 16
 # Global rows up to which `all_gather_matmul_small` is faster; on the CPU, just to use it.
 SMALL_ROWS = {"cpu": 32}
+
+GROUPS = 4  # of columns that are sent one after the other and waited for inside a product, where the link takes as long as the products
+GROUPED_ROWS = 2048  # global rows up to which it does
+GROUP_DEPTH = 512  # columns of a group, at least
+ROUND = PROCESSORS - SENDERS  # tiles that are multiplied at the same time, then
+WIDE = 1.6  # time of a tile of 128 x 256 in that of one of 128 x 128: measured, as the next
+ADDING = 0.35  # time of adding up the parts of a tile, in that of the whole one
+LOOKS = 64  # looks at a flag before a program that should multiply helps to send
+STEP = 1 << 14  # elements that a program loads, then stores, when it sends
+SCRATCH = PROCESSORS * 128 * 256  # elements of all parts of tiles, at most
 
 SOURCE = r"""
 {{def_kernel(*INPUTS)}}
@@ -55,34 +75,20 @@ SOURCE = r"""
     tiles_n = tl.cdiv(N, BLOCK_N)
     tiles = tiles_m * tiles_n
     flags = dl.flags(n, ctx=CTX)
-    counts = flags + WORLD * tiles_m
     slots = dl.heap(n, DTYPE, ctx=CTX)
     slot_size = tl.cast(R, tl.int64) * K
-    blocks = tiles_m * CHUNKS
+    sends = tiles_m * CHUNKS  # of a group of columns
+    whole = WORLD * tiles{{" // ROUND * ROUND" if SPLITS > 1 else ""}}  # tiles that are one claim; the others are SPLITS claims each
+    own_claims = tl.minimum(tiles, whole) + (tiles - tl.minimum(tiles, whole)) * SPLITS
+    claims = whole + (WORLD * tiles - whole) * SPLITS
 {% if TMA %}
     b_desc = descriptor_of_b(B, K, N, {{stride("B", 0)}}, {{stride("B", 1)}}, BLOCK_N, BLOCK_K, B_ROWS)
 {% endif %}
 
     claim = tl.full((), 0, tl.int32)
     for part in range(2):  # own rows, rows of others
-        if (part == 1) | (tl.program_id(0) < SENDERS):
-            send = dl.claim(ctx=CTX, counter=dl.SEND)
-            while send < (WORLD - 1) * blocks:
-                peer = (me + WORLD - 1 - send // blocks) % WORLD
-                block = send % blocks // CHUNKS
-                chunk = send % blocks % CHUNKS
-                rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
-                remote = dl.symm_at(slots, peer, alignment=16, ctx=CTX) + me * slot_size
-                for start in range(0, PUSH_K, BLOCK_C):
-                    cols = chunk * PUSH_K + start + tl.arange(0, BLOCK_C)
-                    moved = (rows < R)[:, None] & (cols < K)[None, :]
-                    offsets = rows.to(tl.int64)[:, None] * K + cols[None, :]
-                    tl.store(remote + offsets, tl.load(A + offsets, mask=moved, other=0.0), mask=moved)
-                if CHUNKS == 1:
-                    dl.notify(flags + me * tiles_m + block, peer, signal=stamp, ctx=CTX)
-                elif dl.count_stored(counts + send // CHUNKS, n) == CHUNKS - 1:
-                    dl.notify(flags + me * tiles_m + block, peer, signal=stamp, ctx=CTX)
-                send = dl.claim(ctx=CTX, counter=dl.SEND)
+        if {{"(part == 1) | " if GROUPS == 1 else "(part == 0) & "}}(tl.program_id(0) >= tl.num_programs(0) - SENDERS):
+            send_rows(GROUPS * sends, A, slots, flags, R, K, n, stamp, CHUNK_M, CHUNKS, STEP_K, GROUP_K, GROUPS, WORLD, CTX)
         if part == 0:
             claim = dl.first_claim(stamp, ctx=CTX)
 {% if TMA %}
@@ -92,18 +98,54 @@ SOURCE = r"""
         shards_rows = R + part * (WORLD - 1) * R
         a_desc = tl.make_tensor_descriptor(tl.multiple_of(shards, 16), [shards_rows, K], [K, 1], [BLOCK_M, BLOCK_K])
 {% endif %}
-        while claim < tiles + part * (WORLD - 1) * tiles:
-            source = (me + claim // tiles) % WORLD
-            tile_m, tile_n = swizzle(claim % tiles, tiles_m, tiles_n, GROUP_M)
+        while claim < own_claims + part * (claims - own_claims):
+            tile = claim
+            if claim > whole:
+                tile = whole + (claim - whole) // SPLITS
+            # Tiles of others in the order in which rows arrive: the first row block of every peer, then the second.
+            row_tile, tile_n = swizzle(tile - part * tiles, tiles_m + part * (WORLD - 2) * tiles_m, tiles_n, GROUP_M)
+            source = (me + part * (1 + row_tile % PEERS)) % WORLD
+            tile_m = row_tile // (1 + part * (PEERS - 1))
             rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+            block_flags = flags + (source * tiles_m + tile_m) * GROUPS
             token = tl.full((), 0, tl.int64)
+{% if GROUPS == 1 %}
             if part == 1:
-                token = dl.wait_stamp(flags + source * tiles_m + tile_m, stamp, KERNEL_ID, source, ctx=CTX)
+                token = dl.wait_stamp(block_flags, stamp, KERNEL_ID, source, ctx=CTX)
+            begin = 0
+            stop = K
+{% else %}
+            # One step over all columns if they are there, else one a group, as soon as it has arrived.
+            missing = tl.full((), 0, tl.int64)
+            if part == 1:
+                missing, token = dl.look(block_flags, stamp, GROUPS)
+            begin = 0
+            end = K
+{% if SPLITS > 1 %}
+            if claim >= whole:
+                begin = (claim - whole) % SPLITS * (GROUPS // SPLITS * GROUP_K)
+                end = tl.minimum(begin + GROUPS // SPLITS * GROUP_K, K)
+{% endif %}
+            acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+            while begin < end:
+                stop = end
+                if missing != 0:
+                    group = begin // GROUP_K
+                    stop = tl.minimum(begin + GROUP_K, end)
+                    absent, token = dl.look(block_flags + group, stamp, 1, LOOKS)
+                    if absent != 0:
+                        send_rows(
+                            (group + 1) * sends, A, slots, flags, R, K, n, stamp, CHUNK_M, CHUNKS, HELP_K, GROUP_K, GROUPS, WORLD, CTX
+                        )
+                        token = dl.wait_stamp(block_flags + group, stamp, KERNEL_ID, source, ctx=CTX)
+{% endif %}
+{% filter indent(0 if GROUPS == 1 else 4, first=True) %}
 {% if TMA %}
             token += dl.fence_async()
             row = dl.consume_token(part * source * R + tile_m * BLOCK_M, token.to(tl.int32))
             acc = matmul_tile_tma(
-                a_desc, b_desc, row, tile_n * BLOCK_N, K, BLOCK_M, BLOCK_N, BLOCK_K, B_ROWS, INPUT_PRECISION,
+                a_desc, b_desc, row, tile_n * BLOCK_N, stop, BLOCK_M, BLOCK_N, BLOCK_K, B_ROWS, INPUT_PRECISION,
+                begin=begin, acc={{"None" if GROUPS == 1 else "acc"}},
             )
 {% else %}
             cols = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -111,37 +153,64 @@ SOURCE = r"""
             if part == 1:
                 shard = dl.consume_token(slots + source * slot_size, token).to(tl.int64)
             acc = matmul_tile(
-                tl.multiple_of(shard.to(tl.pointer_type(DTYPE)), 16), B, rows, cols, rows < R, cols < N, K,
+                tl.multiple_of(shard.to(tl.pointer_type(DTYPE)), 16) + begin,
+                B + tl.cast(begin, tl.int64) * {{stride("B", 0)}},
+                rows, cols, rows < R, cols < N, stop - begin,
                 K, 1, {{stride("B", 0)}}, {{stride("B", 1)}},
-                BLOCK_M, BLOCK_N, BLOCK_K, EVEN, INPUT_PRECISION,
+                BLOCK_M, BLOCK_N, BLOCK_K, EVEN, INPUT_PRECISION, acc={{"None" if GROUPS == 1 else "acc"}},
             )
 {% endif %}
+{% endfilter %}
+{% if GROUPS > 1 %}
+                begin = stop
+{% endif %}
+            complete = True
+{% if SPLITS > 1 %}
+            if claim >= whole:
+                scratch = (slots.to(tl.int64) + SCRATCH).to(tl.pointer_type(tl.float32))
+                parts = tl.multiple_of(scratch, 16) + (tile - whole) * (SPLITS * BLOCK_M * BLOCK_N)
+                in_tile = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+                tl.store(parts + (claim - whole) % SPLITS * (BLOCK_M * BLOCK_N) + in_tile, acc)
+                before = dl.count_stored(flags + (WORLD + 1) * tiles_m * GROUPS + tile - whole, n)
+                complete = before == SPLITS - 1
+                if complete:
+                    parts = dl.consume_token(parts, tl.minimum(before, 0))
+                    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+                    for one in range(SPLITS):
+                        acc += tl.load(parts + one * (BLOCK_M * BLOCK_N) + in_tile)
+{% endif %}
+            if complete:
 {% if INNER %}
-            idx_m = ((rows // INNER * WORLD + source) * INNER + rows % INNER)[:, None].to(INDEX_DTYPE)
+                idx_m = ((rows // INNER * WORLD + source) * INNER + rows % INNER)[:, None].to(INDEX_DTYPE)
 {% else %}
-            idx_m = (source * R + rows)[:, None].to(INDEX_DTYPE)
+                idx_m = (source * R + rows)[:, None].to(INDEX_DTYPE)
 {% endif %}
-            products = columns_apart(acc, BLOCK_M, BLOCK_N, PIECES)
-            for piece in tl.static_range(PIECES):
-                product = products[piece]
-                idx_n = (tile_n * BLOCK_N + piece * (BLOCK_N // PIECES) + tl.arange(0, BLOCK_N // PIECES))[None, :]
-                mask = (rows < R)[:, None] & (idx_n < N)
+                products = columns_apart(acc, BLOCK_M, BLOCK_N, PIECES)
+                for piece in tl.static_range(PIECES):
+                    product = products[piece]
+                    idx_n = (tile_n * BLOCK_N + piece * (BLOCK_N // PIECES) + tl.arange(0, BLOCK_N // PIECES))[None, :]
+                    mask = (rows < R)[:, None] & (idx_n < N)
 {% if HAS_BIAS %}
-                product += tl.load(BIAS + idx_n * {{stride("BIAS", 0)}}, mask=idx_n < N, other=0.0).to(tl.float32)
+                    product += tl.load(BIAS + idx_n * {{stride("BIAS", 0)}}, mask=idx_n < N, other=0.0).to(tl.float32)
 {% endif %}
-                {{store_output(("idx_m", "idx_n"), "product", "mask", indent_width=16, val_shape=("BLOCK_M", "BLOCK_N // PIECES"))}}
+                    {{store_output(("idx_m", "idx_n"), "product", "mask", indent_width=20, val_shape=("BLOCK_M", "BLOCK_N // PIECES"))}}
             claim = dl.claim(ctx=CTX)
 {% if GATHER %}
 
     # The gathered rows, for whoever else reads them.
-    while claim < WORLD * tiles + WORLD * blocks:
-        source = (me + (claim - WORLD * tiles) // blocks) % WORLD
-        block = (claim - WORLD * tiles) % blocks // CHUNKS
-        chunk = (claim - WORLD * tiles) % blocks % CHUNKS
-        rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    chunks = tiles_m * CHUNKS
+    while claim < claims + WORLD * GROUPS * chunks:
+        group = (claim - claims) // (WORLD * chunks)
+        source = (me + (claim - claims) // chunks) % WORLD
+        chunk = (claim - claims) % chunks
+        rows = chunk * CHUNK_M + tl.arange(0, CHUNK_M)
         shard = A.to(tl.int64)
         if source != me:
-            token = dl.wait_stamp(flags + source * tiles_m + block, stamp, KERNEL_ID, source, ctx=CTX)
+{% if GROUPS > 1 %}
+            send_rows(GROUPS * sends, A, slots, flags, R, K, n, stamp, CHUNK_M, CHUNKS, STEP_K, GROUP_K, GROUPS, WORLD, CTX)
+{% endif %}
+            flag = flags + (source * tiles_m + chunk // CHUNKS) * GROUPS + group
+            token = dl.wait_stamp(flag, stamp, KERNEL_ID, source, ctx=CTX)
             shard = dl.consume_token(slots + source * slot_size, token).to(tl.int64)
         shard_rows = tl.multiple_of(shard.to(tl.pointer_type(DTYPE)), 16) + rows.to(tl.int64)[:, None] * K
 {% if INNER %}
@@ -149,8 +218,8 @@ SOURCE = r"""
 {% else %}
         gathered_rows = GATHERED + (source * R + rows).to(tl.int64)[:, None] * K
 {% endif %}
-        for start in range(0, PUSH_K, BLOCK_C):
-            cols = chunk * PUSH_K + start + tl.arange(0, BLOCK_C)
+        for start in range(0, GROUP_K, STEP_K):
+            cols = group * GROUP_K + start + tl.arange(0, STEP_K)
             moved = (rows < R)[:, None] & (cols < K)[None, :]
             tl.store(gathered_rows + cols[None, :], tl.load(shard_rows + cols[None, :], mask=moved, other=0.0), mask=moved)
         claim = dl.claim(ctx=CTX)
@@ -170,6 +239,28 @@ def keeps_gathered(widths: list[int], return_gathered: bool) -> bool:
     return return_gathered or len(widths) > 1 or max(widths) == 0
 
 
+def _last_round(tiles: int, splits: int) -> float:
+    """Time of the tiles that do not fill a round, in that of a whole tile, if they are multiplied in `splits` parts."""
+    return cdiv(tiles % ROUND * splits, PROCESSORS) / splits + (ADDING if splits > 1 else 0)
+
+
+def _splits(tiles: int, tile: Tile, groups: int) -> int:
+    """Parts of the depth of the tiles of the last round, with which it ends soonest; the fewest of those. Wide tiles stay whole: adding
+    their parts takes longer than it saves."""
+    possible = [splits for splits in (1, 2, 4) if splits == 1 or (groups % splits == 0 and tile.n <= 128 and _fits(tiles, tile, splits))]
+    return min(possible, key=lambda splits: _last_round(tiles, splits))
+
+
+def _fits(tiles: int, tile: Tile, splits: int) -> bool:
+    return tiles % ROUND * splits * tile.m * tile.n <= SCRATCH
+
+
+def _cost(rows: int, n: int, world: int, tile: Tile, groups: int) -> float:
+    """Time of the products with this tile, in that of one of 128 x 128."""
+    tiles = world * cdiv(rows, tile.m) * cdiv(n, tile.n)
+    return (tiles // ROUND + _last_round(tiles, _splits(tiles, tile, groups))) * (WIDE if tile.n > 128 else 1)
+
+
 def plan(
     rows: int,
     n: int,
@@ -185,38 +276,62 @@ def plan(
     tile: Tile | None = None,
     senders: int | None = None,
     small: bool | None = None,
+    groups: int | None = None,
+    splits: int | None = None,
 ) -> Plan:
     """Plan for shard [rows, k] gathered over `world` ranks @ weight [k, n]; inner: rows of a shard that follow each other in the
     gathered tensor; gather: whether the gathered tensor is an output too; tma: see `tma_form`; tile: another one than `choose_tile`'s,
     with the same rows on all ranks; senders: programs that send before they multiply; small: whether it is a plan for
     `all_gather_matmul_small` (None: by the rows)."""
     if small is None:
-        small = world * rows <= SMALL_ROWS.get(device.type, 384)
+        small = world * rows <= SMALL_ROWS.get(device.type, 256)
     if small:
         return all_gather_matmul_small.plan(
             rows, n, k, world, dtype, inner=inner, has_bias=has_bias, gather=gather, device=device, tile=tile
         )
+    if groups is None:
+        few = device.type != "cpu" and dtype.itemsize == 2 and world * rows <= GROUPED_ROWS
+        groups = GROUPS if few and k >= GROUPS * GROUP_DEPTH else 1
     if tile is None:
         tile = choose_tile(world * rows, rows, n, k, dtype, device.type, wide=64)
-        if tile.m == 128 and dtype.itemsize == 2 and wide_tile_pays(world * rows, n):
-            tile = wide_tile(k)
+        if tile.m == 128 and dtype.itemsize == 2:
+            narrow = fitting(tile._replace(n=min(tile.n, 128), num_stages=4), 2)
+            if groups > 1:
+                tile = min((narrow, wide_tile(k)), key=lambda one: _cost(rows, n, world, one, groups))
+            elif wide_tile_pays(world * rows, n):
+                tile = wide_tile(k)
     tma = tma if tile.m >= TMA_ROWS else ""
     tiles_m, tiles_n = cdiv(rows, tile.m), cdiv(n, tile.n)
-    programs = grid_programs(world * tiles_m * tiles_n, device.type, device.index)
-    # Enough pieces for all programs to take part where they do, of 32 KiB at least.
-    chunks = max(1, min(k * tile.m * dtype.itemsize // (1 << 15), cdiv(132, tiles_m)))
-    push_k = max(256, align(cdiv(k, chunks)))
-    chunks = max(1, cdiv(k, push_k))
+    tiles = world * tiles_m * tiles_n
+    if splits is None:
+        splits = _splits(tiles, tile, groups)
+    if splits > 1 and (groups % splits or not _fits(tiles, tile, splits)):
+        raise ValueError(f"{NAME}: the last of {tiles} tiles of {tile.m} x {tile.n} are not to be multiplied in {splits} parts")
+    claims = tiles + tiles % ROUND * (splits - 1)
+    programs = grid_programs(claims + (SENDERS if groups > 1 else 0), device.type, device.index)
+    # Chunks of 64 KiB or more for each peer, as far as that leaves one for every program.
+    group_k = align(cdiv(k, groups))
+    chunk_m = max(power_of_two((1 << 16) // (group_k * dtype.itemsize)), tile.m // power_of_two(cdiv(PROCESSORS, max(1, tiles_m))))
+    chunk_m = min(tile.m, chunk_m)
+    slot_bytes = align(world * rows * k * dtype.itemsize)
     constants = {
         "WORLD": world,
+        "PEERS": max(1, world - 1),
         "BLOCK_M": tile.m,
         "BLOCK_N": tile.n,
         "BLOCK_K": tile.k,
         "GROUP_M": 8,
-        "PUSH_K": push_k,
-        "CHUNKS": chunks,
-        "BLOCK_C": 128,
-        "SENDERS": senders or (SENDERS if world * tiles_m * tiles_n > programs else programs),
+        "CHUNK_M": chunk_m,
+        "CHUNKS": tile.m // chunk_m,
+        "STEP_K": min(power_of_two(group_k), max(128, STEP // chunk_m)),
+        "HELP_K": min(power_of_two(group_k), max(128, STEP // 2 // chunk_m)),
+        "LOOKS": LOOKS,
+        "GROUP_K": group_k,
+        "GROUPS": groups,
+        "SENDERS": senders or SENDERS,
+        "SPLITS": splits,
+        "ROUND": ROUND,
+        "SCRATCH": slot_bytes,
         "INNER": 0 if inner == rows else inner,
         "EVEN": rows % tile.m == 0 and n % tile.n == 0 and k % tile.k == 0,
         "TMA": bool(tma),
@@ -230,8 +345,9 @@ def plan(
     }
     return Plan(
         kernel=NAME,
-        nbytes=align(world * rows * k * dtype.itemsize),
-        nflags=world * tiles_m + (world - 1) * tiles_m,
+        # n may differ from rank to rank, and with it tile and parts: room for as many parts as are ever made.
+        nbytes=slot_bytes + (SCRATCH * 4 if groups > 1 else 0),
+        nflags=(world + 1) * tiles_m * groups + (PROCESSORS if groups > 1 else 0),
         programs=programs,
         constants=constants,
         num_warps=tile.num_warps,
@@ -253,6 +369,8 @@ def run(
     tile: Tile | None = None,
     senders: int | None = None,
     small: bool | None = None,
+    groups: int | None = None,
+    splits: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Eager launch. shard [R, K] contiguous and 16-byte aligned, weight [K, N], bias [N] or None.
 
@@ -272,6 +390,8 @@ def run(
         tile=tile,
         senders=senders,
         small=small,
+        groups=groups,
+        splits=splits,
     )
     tensors = {"A": shard, "B": weight, "OUT": shard.new_empty((world * rows, n))}
     if bias is not None:

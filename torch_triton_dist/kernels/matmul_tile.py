@@ -32,12 +32,14 @@ def matmul_tile(
     BLOCK_K: tl.constexpr,
     EVEN: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
+    acc=None,
     source=None,
     target=None,
     left=0,
     SLICE: tl.constexpr = 0,
 ):
-    """fp32 [BLOCK_M, BLOCK_N] = a[rows, :] @ b[:, cols]. With SLICE, copies elements meanwhile, as `matmul_tile_tma` does.
+    """fp32 [BLOCK_M, BLOCK_N] = a[rows, :] @ b[:, cols], added to `acc` if there is one. With SLICE, copies elements meanwhile, as
+    `matmul_tile_tma` does.
 
     a: [*, K] and b: [K, *] of one dtype, any strides (in elements). rows: [BLOCK_M], cols: [BLOCK_N] indices; where row_mask or
     col_mask is False the result is 0 and nothing is read. EVEN promises that both masks are all True and BLOCK_K divides K.
@@ -46,7 +48,8 @@ def matmul_tile(
     ks = tl.arange(0, BLOCK_K)
     a_ptrs = a + rows.to(tl.int64)[:, None] * stride_am + ks[None, :] * stride_ak
     b_ptrs = b + ks[:, None] * stride_bk + cols.to(tl.int64)[None, :] * stride_bn
-    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    if acc is None:
+        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     if SLICE:
         lane = tl.arange(0, SLICE)
         piece = tl.load(source + lane, mask=lane < left, cache_modifier=".cg")
@@ -81,23 +84,27 @@ def matmul_tile_tma(
     BLOCK_K: tl.constexpr,
     B_ROWS: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
+    begin=0,
+    acc=None,
     source=None,
     target=None,
     left=0,
     SLICE: tl.constexpr = 0,
 ):
-    """fp32 [BLOCK_M, BLOCK_N] = A[row : row + BLOCK_M, :] @ B[:, col : col + BLOCK_N], loaded by the tensor memory accelerator.
+    """fp32 [BLOCK_M, BLOCK_N] = A[row : row + BLOCK_M, begin : K] @ B[begin : K, col : col + BLOCK_N], loaded by the tensor memory
+    accelerator, added to `acc` if there is one.
 
     With SLICE, copies `left` elements from `source` to `target` meanwhile, SLICE of them in each step over K, and the rest at the end:
     programs that all store a whole tile at once wait for the link, those that feed it a little in each step do not.
 
     a: descriptor of A [*, K]; b: descriptor of B [K, N] (B_ROWS) or of its transpose. What lies outside of A and B counts as 0.
-    `row` may carry a token, as the pointers of `matmul_tile`."""
-    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    K may be less than the depth of A and B where BLOCK_K divides it. `row` may carry a token, as the pointers of `matmul_tile`."""
+    if acc is None:
+        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     if SLICE:
         lane = tl.arange(0, SLICE)
         piece = tl.load(source + lane, mask=lane < left, cache_modifier=".cg")
-    for k in range(0, K, BLOCK_K):
+    for k in range(begin, K, BLOCK_K):
         a_tile = a.load([row, k])
         if B_ROWS:
             b_tile = b.load([k, col])

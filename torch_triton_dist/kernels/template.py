@@ -24,6 +24,7 @@ from torch_triton_dist import language as dl
 from torch_triton_dist.language import packed
 from torch_triton_dist.kernels.matmul_tile import columns_apart, copy, descriptor_of_b, matmul_tile, matmul_tile_tma, swizzle
 from torch_triton_dist.kernels.rounds import all_reduce_step, pay, reduce_scatter_step
+from torch_triton_dist.kernels.send import send_rows
 """
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -71,10 +72,9 @@ def grid_programs(tiles: int, device_type: str, index: int | None = None) -> int
 
     if config.num_programs > 0:
         return config.num_programs
-    if device_type == "cuda":
-        processors = torch.cuda.get_device_properties(index or 0).multi_processor_count if torch.cuda.is_available() else 132
-    else:
-        processors = torch.get_num_threads()
+    if device_type == "cpu":
+        return max(1, min(tiles, torch.get_num_threads()))
+    processors = torch.cuda.get_device_properties(index or 0).multi_processor_count if torch.cuda.is_available() else 132
     return max(1, min(tiles, processors))
 
 

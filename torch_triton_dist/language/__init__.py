@@ -15,7 +15,7 @@ every rank and every group. Under `torch_triton_dist.jit` nobody writes `ctx`: t
 | `notify_all`, `wait_all`, `wait_peers` | raise a flag at all ranks, wait for flags of all ranks or of all others, at once |
 | `count_stored` | count that this program has stored its part; the last one speaks for all of this rank |
 | `stamp`, `wait_stamp` | value of the flags of this launch, which names what runs; spin until a peer has raised one |
-| `first_claim`, `claim`, `leave`, `alive` | next tile to work on; end of a program; whether the group is sound |
+| `first_claim`, `claim`, `claimed`, `leave`, `alive` | next tile to work on; end of a program; whether the group is sound |
 | `fence_async`, `stores_done` | between a wait and TMA loads of what peers have stored; before a block barrier and a release |
 
 Without a context: `simt_exec_region`, `extract`, `insert` (code of single threads beside tiles), `vector`, `make_vector`, `zeros_vector`
@@ -27,6 +27,7 @@ from .core import (
     SEND,
     alive,
     claim,
+    claimed,
     clock_ns,
     consume_token,
     count_stored,
@@ -36,6 +37,7 @@ from .core import (
     heap,
     launch_number,
     leave,
+    look,
     notify,
     notify_all,
     num_ranks,
@@ -55,6 +57,7 @@ __all__ = [
     "SEND",
     "alive",
     "claim",
+    "claimed",
     "clock_ns",
     "consume_token",
     "count_stored",
@@ -67,6 +70,7 @@ __all__ = [
     "insert",
     "launch_number",
     "leave",
+    "look",
     "make_vector",
     "notify",
     "notify_all",

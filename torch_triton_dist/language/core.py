@@ -233,6 +233,12 @@ def claim(ctx=None, counter: tl.constexpr = CLAIM):
 
 
 @triton.jit
+def claimed(ctx=None, counter: tl.constexpr = CLAIM):
+    """How many numbers `claim` has handed out in this launch, int32. Each is with a program that runs."""
+    return tl.minimum(tl.atomic_add(ctx + counter, 0, sem="relaxed", scope="gpu"), NO_TILE).to(tl.int32)
+
+
+@triton.jit
 def first_claim(stamp, ctx=None):
     """First claim of a program; it does not look at the abort word first, which would cost a small kernel another read. The program
     that gets tile 0 tells all peers what this rank has entered (see NOTE [stamps])."""
@@ -505,13 +511,14 @@ def wait_stamp(flag, stamp, kernel: tl.constexpr, peer, ctx=None):
 
 
 @triton.jit
-def _all_raised(flags, stamp, COUNT: tl.constexpr):
-    """Looks at `COUNT` flags at once, some times. Returns (0 when all have been raised, a token), int64."""
+def look(flags, stamp, COUNT: tl.constexpr, LOOKS: tl.constexpr = 1):
+    """Looks at COUNT consecutive flags at once, LOOKS times at most. Returns (0 when all have been raised to `stamp`, a token as that of
+    `wait_stamp`), int64. Acquires, in the whole system."""
     j = tl.arange(0, triton.next_power_of_2(COUNT if COUNT > 0 else 1))
     polls = 0
     missing = tl.full((), 1, tl.int64)
     token = tl.full((), 0, tl.int64)
-    while (missing != 0) & (polls < POLLS):  # threads agree, since the values of an atomic are handed to all of them
+    while (missing != 0) & (polls < LOOKS):  # threads agree, since the values of an atomic are handed to all of them
         seen = tl.atomic_add(flags + j, 0, mask=j < COUNT, sem="acquire", scope="sys")
         missing = tl.max(tl.where((j < COUNT) & (seen != stamp), 1, 0).to(tl.int64), 0)
         token = tl.max(tl.where(j < COUNT, seen, 0), 0)
@@ -522,7 +529,7 @@ def _all_raised(flags, stamp, COUNT: tl.constexpr):
 @triton.jit
 def wait_all(flags, stamp, kernel: tl.constexpr, WORLD: tl.constexpr, COUNT: tl.constexpr = 1, ctx=None):
     """`wait_stamp` for COUNT * WORLD consecutive flags, number j of which rank j % WORLD raises (`notify_all`)."""
-    missing, token = _all_raised(flags, stamp, COUNT * WORLD)
+    missing, token = look(flags, stamp, COUNT * WORLD, POLLS)
     if missing != 0:
         me = tl.load(ctx + RANK).to(tl.int32)
         for i in range(COUNT * WORLD):  # the own flags last: they may be missing because this rank waits for a peer, which is to be named
@@ -534,7 +541,7 @@ def wait_all(flags, stamp, kernel: tl.constexpr, WORLD: tl.constexpr, COUNT: tl.
 @triton.jit
 def wait_peers(flags, stamp, kernel: tl.constexpr, WORLD: tl.constexpr, ctx=None):
     """`wait_stamp` for WORLD - 1 consecutive flags, the j-th of which rank me - 1 - j raises."""
-    missing, token = _all_raised(flags, stamp, WORLD - 1)
+    missing, token = look(flags, stamp, WORLD - 1, POLLS)
     if missing != 0:
         me = tl.load(ctx + RANK).to(tl.int32)
         for one in range(WORLD - 1):

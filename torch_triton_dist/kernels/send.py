@@ -1,0 +1,64 @@
+"""How an all-gather sends the rows of its shard: in chunks that programs claim from a counter of their own."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .. import language as dl
+
+
+@triton.jit
+def send_rows(
+    limit,
+    A,
+    slots,
+    flags,
+    R,
+    K,
+    n,
+    stamp,
+    CHUNK_M: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    STEP_K: tl.constexpr,
+    GROUP_K: tl.constexpr,
+    GROUPS: tl.constexpr,
+    WORLD: tl.constexpr,
+    CTX,
+):
+    """Sends chunks until all those below `limit` have been claimed, by this program or by others.
+
+    A chunk has CHUNK_M rows, which divide a row block in CHUNKS, and the GROUP_K columns of a group of A [R, K]; chunks are counted by
+    groups, then by rows. A chunk goes into slot [me] [R, K] of the heap of every peer, at `slots`. Who stores the last chunk of a row
+    block in a group (a count in the own heap, behind the flags) raises flag [me][block][group] at all ranks. STEP_K columns are loaded
+    while those before are stored."""
+    me = dl.rank(ctx=CTX)
+    tiles_m = tl.cdiv(R, CHUNK_M * CHUNKS)
+    counts = flags + WORLD * tiles_m * GROUPS
+    slot = me * (tl.cast(R, tl.int64) * K)
+    claimed = dl.claimed(ctx=CTX, counter=dl.SEND)
+    while claimed < limit:
+        send = dl.claim(ctx=CTX, counter=dl.SEND)
+        claimed = send + 1
+        if send < GROUPS * tiles_m * CHUNKS:
+            group = send // (tiles_m * CHUNKS)
+            block = send // CHUNKS % tiles_m
+            rows = send % (tiles_m * CHUNKS) * CHUNK_M + tl.arange(0, CHUNK_M)
+            cols = group * GROUP_K + tl.arange(0, STEP_K)
+            end = tl.minimum((group + 1) * GROUP_K, K)
+            offsets = rows.to(tl.int64)[:, None] * K + cols[None, :]
+            moved = (rows < R)[:, None] & (cols < end)[None, :]
+            piece = tl.load(A + offsets, mask=moved)
+            for start in range(0, GROUP_K, STEP_K):
+                moved_next = (rows < R)[:, None] & (start + STEP_K + cols < end)[None, :]
+                piece_next = tl.load(A + start + STEP_K + offsets, mask=moved_next)
+                for i in tl.static_range(1, WORLD):
+                    remote = dl.symm_at(slots, (me + WORLD - i) % WORLD, alignment=16, ctx=CTX) + slot + start
+                    tl.store(remote + offsets, piece, mask=moved)
+                moved = moved_next
+                piece = piece_next
+            last = True
+            if CHUNKS > 1:
+                last = dl.count_stored(counts + block * GROUPS + group, n) == CHUNKS - 1
+            if last:
+                dl.notify_all(flags + (me * tiles_m + block) * GROUPS + group, stamp, WORLD, ctx=CTX)

@@ -30,6 +30,9 @@ COUNT_LAST = "a chunk is counted when it is stored"
 COUNT_ANEW = "the count of a block starts from n << 16"
 COUNTED = "the last chunk of a block raises its flag, not each one"
 ADD_LAST = "the parts of a tile are added by who has stored the last one"
+ALL_SENT = "a slice is added when the products of all ranks are there"
+ALL_REDUCED = "a tile is read when the sums of all its slices are there"
+NO_SUM = "what was not summed is not sent"
 PAY_BEFORE_WAIT = "a program pays what it owes before it waits"
 PAY_BEFORE_LEAVE = "a program pays what it owes before it leaves"
 SEND_FIRST = "what others wait for is claimed before what waits"
@@ -321,6 +324,49 @@ def packed(tiles, size=1):
                 yield from p.leave()
             places = [((tile * p.world + rank) * size + cell, rank) for rank in range(p.world) for cell in range(size)]
             yield from p.wait_words([(place, rank, ("word", rank, tile)) for place, rank in places])
+
+    return kernel
+
+
+@kernel_maker
+def sliced(tiles, size=1):
+    """`matmul_all_reduce_sliced`: each rank sums a slice of every tile."""
+
+    def kernel(p):
+        claim = yield from p.first_claim()
+        if claim >= tiles:
+            yield from p.leave()
+        while claim < tiles:
+            tile, first = claim, claim * p.world
+            reduced = tiles * p.world + first
+            if not p.keeps(SEND_FIRST):
+                yield from p.wait_all(first)
+            yield  # the product
+            if not p.keeps(DATA_FIRST):
+                yield from p.notify_all(first + p.me)
+            for owner in range(p.world):
+                yield from p.store(owner, first + p.me, ("ar", p.me, owner, tile), size)
+            claim = yield from p.claim()  # while the products travel
+            yield from p.notify_all(first + p.me)
+            gave_up = False
+            try:
+                yield from p.wait([(first + rank, rank) for rank in range(p.world if p.keeps(ALL_SENT) else 1)])
+            except GaveUp:
+                gave_up = True
+            if not gave_up or not p.keeps(NO_SUM):
+                total = ("nothing",)
+                if not gave_up:
+                    total = ("sum", p.me, tile)
+                    for source in range(p.world):
+                        yield from p.load(first + source, ("ar", source, p.me, tile), size)
+                for rank in range(p.world):
+                    yield from p.store(rank, reduced + p.me, total, size)
+                yield from p.notify_all(reduced + p.me)
+            if claim >= tiles:
+                yield from p.leave()
+            yield from p.wait([(reduced + rank, rank) for rank in range(p.world if p.keeps(ALL_REDUCED) else 1)])
+            for rank in range(p.world):
+                yield from p.load(reduced + rank, ("sum", rank, tile), size)
 
     return kernel
 

@@ -17,6 +17,7 @@ from torch_triton_dist.backends.cpu import ttir
 from torch_triton_dist.kernels import all_gather_matmul as ag_mm
 from torch_triton_dist.kernels import all_gather_matmul_small as ag_small
 from torch_triton_dist.kernels import matmul_all_reduce as mm_ar
+from torch_triton_dist.kernels import matmul_all_reduce_sliced as ar_sliced
 from torch_triton_dist.kernels import matmul_all_reduce_small as ar_small
 from torch_triton_dist.kernels import matmul_reduce_scatter as mm_rs
 from torch_triton_dist.kernels import matmul_reduce_scatter_small as rs_small
@@ -25,7 +26,7 @@ from torch_triton_dist.kernels.template import eager_kernel
 GPU = torch.device("cuda", 0)
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
-SOURCES = {module.NAME: module.SOURCE for module in (ag_mm, ag_small, mm_rs, rs_small, mm_ar, ar_small)}
+SOURCES = {module.NAME: module.SOURCE for module in (ag_mm, ag_small, mm_rs, rs_small, mm_ar, ar_sliced, ar_small)}
 
 # name: module that makes the plan, inputs, plan. "ragged": no dimension is a multiple of its tile.
 CASES = {
@@ -35,6 +36,10 @@ CASES = {
     "packed all_reduce": lambda: (mm_ar, (True,), _plan_ar(8, 8192, 2048, BF16, bias_dims=1)),
     "packed all_reduce fp32": lambda: (mm_ar, (False,), _plan_ar(3, 1000, 200, FP32, reduce_op="avg")),
     "two-shot all_reduce": lambda: (mm_ar, (False,), _plan_ar(512, 8192, 2048, BF16, reduce_op="avg")),
+    "sliced all_reduce": lambda: (mm_ar, (False,), _plan_ar(128, 8192, 2048, BF16)),
+    "sliced all_reduce wide": lambda: (mm_ar, (True,), _plan_ar(256, 8192, 2048, FP16, bias_dims=2)),
+    "sliced all_reduce ragged": lambda: (mm_ar, (True,), _plan_ar(75, 1000, 200, BF16, reduce_op="avg", bias_dims=1, sliced=True)),
+    "sliced all_reduce fp32": lambda: (mm_ar, (False,), _plan_ar(100, 4096, 200, FP32)),
     "all_gather": lambda: (ag_mm, (False, False), _plan_ag(1024, 2048, 8192, BF16)),
     "all_gather kept": lambda: (ag_mm, (True, True), _plan_ag(1024, 2048, 8192, FP16, inner=128, has_bias=True, gather=True)),
     "reduce_scatter tma ragged": lambda: (mm_rs, (True,), _plan_rs(4 * 1000, 1000, 200, BF16, bias_dims=1, tma="rows")),
@@ -63,6 +68,14 @@ COMPILED = [
     ("packed all_reduce", "gfx942", "v_mfma_f32"),
     ("packed all_reduce fp32", "sm_90", ""),
     ("two-shot all_reduce", "sm_90", "wgmma.mma_async"),
+    ("sliced all_reduce", "sm_90", "wgmma.mma_async"),
+    ("sliced all_reduce", "sm_100", "tcgen05.mma"),
+    ("sliced all_reduce", "gfx942", "v_mfma_f32"),
+    ("sliced all_reduce wide", "sm_90", "wgmma.mma_async"),
+    ("sliced all_reduce wide", "gfx950", "v_mfma_f32"),
+    ("sliced all_reduce ragged", "sm_90", "mma.sync|wgmma"),
+    ("sliced all_reduce ragged", "sm_80", "mma.sync"),
+    ("sliced all_reduce fp32", "sm_90", ""),
     ("all_gather", "sm_90", "wgmma.mma_async"),
     ("all_gather kept", "sm_90", "wgmma.mma_async"),
     ("all_gather kept", "gfx942", "v_mfma_f32"),
@@ -311,7 +324,8 @@ def test_flags_in_ptx(case, target):
     at_once = positions(r"atom\.global\.(sys\.acquire|acquire\.sys)\.", instructions)
     raised = positions(r"atom\.global\.(sys\.release|release\.sys)\.", instructions)
     assert len(polls) >= 3  # of `wait_stamp`: a first look, and twice in `_wait_slowly`
-    assert len(at_once) == (0 if case.startswith("all_gather") else 2 if case == "small all_gather kept" else 1)
+    twice = case == "small all_gather kept" or case.startswith("sliced")
+    assert len(at_once) == (0 if case.startswith("all_gather") else 2 if twice else 1)
     assert all(".add." in instructions[i] for i in at_once) and all(".exch.b64" in instructions[i] for i in raised) and raised
     # One thread touches a flag, and block barriers stand between it and the data of all others.
     for i in polls + at_once + raised:

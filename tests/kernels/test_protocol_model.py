@@ -224,7 +224,9 @@ def test_the_model_needs_a_wait_for_every_peer():
     assert found
 
 
-@pytest.mark.parametrize("first", [reduce_scatter(2), one_shot(2), packed(2), two_shot(2), sliced(2), all_gather(1, 2), all_gather_small(2, 2)])
+@pytest.mark.parametrize(
+    "first", [reduce_scatter(2), one_shot(2), packed(2), two_shot(2), sliced(2), all_gather(1, 2), all_gather_small(2, 2)]
+)
 @pytest.mark.parametrize(
     "second", [reduce_scatter(2, size=2), one_shot(3), packed(2, 2), two_shot(3), sliced(3), all_gather(2, 2), all_gather(1, 1, (0, 0))]
 )

@@ -186,7 +186,7 @@ def test_more_ranks(world):
     many_and_few = [
         *(Case(op, (rows, 96), (80,), biases=(True,)) for op in (AG, RS) for rows in (33, 2)),
         *(Case(AR, (rows, 96), (80,), two_shot=rows > 100) for rows in (130, 5)),
-        *(Case(AR, (rows, 96), (80,), biases=(True,), reduce_op="avg", dtype=dtype, sliced=True) for rows, dtype in zip((7, 41, 130), DTYPES)),
+        *(Case(AR, (rows, 96), (80,), biases=(True,), dtype=dtype, sliced=True) for rows, dtype in zip((7, 41, 130), DTYPES, strict=True)),
     ]
     with RankPool(world) as pool:
         for case in many_and_few:

@@ -222,10 +222,11 @@ def plan(
     tile: Tile | None = None,
     small: bool | None = None,
     sliced: bool | None = None,
+    hops: int | None = None,
 ) -> Plan:
     """Plan for x [m, k] @ weight [k, n] (k per rank) over `world` ranks. two_shot forces the algorithm (None: by size); tma: see
     `tma_form`; tile: another one than `choose_tile`'s, the same on all ranks; small, sliced: whether it is a plan for
-    `matmul_all_reduce_small`, `matmul_all_reduce_sliced` (None: by rows, bytes and tiles)."""
+    `matmul_all_reduce_small`, `matmul_all_reduce_sliced` (None: by rows, bytes and tiles); hops: see `matmul_all_reduce_sliced.plan`."""
     free = two_shot is None and not sliced  # to choose the packed words
     if small is None:
         small = m <= SMALL_ROWS and m * n * dtype.itemsize <= SMALL_BYTES and free and (tile is None or m <= tile.m)
@@ -243,7 +244,7 @@ def plan(
         sliced = two_shot is None and large and m <= SLICED_ROWS and tiles <= PROCESSORS
     if sliced:
         return matmul_all_reduce_sliced.plan(
-            m, n, k, world, dtype, reduce_op=reduce_op, bias_dims=bias_dims, device=device, tile=tile
+            m, n, k, world, dtype, reduce_op=reduce_op, bias_dims=bias_dims, device=device, tile=tile, hops=hops
         )
     if two_shot is None:
         two_shot = m * n * dtype.itemsize > TWO_SHOT_BYTES and (world > 2 or tiles > PROCESSORS)
@@ -295,6 +296,7 @@ def run(
     tile: Tile | None = None,
     small: bool | None = None,
     sliced: bool | None = None,
+    hops: int | None = None,
 ) -> torch.Tensor:
     """Eager launch. x [M, K], weight [K, N], bias [N] or [M, N] or None; returns [M, N]."""
     (m, k), n = x.shape, weight.shape[1]
@@ -313,6 +315,7 @@ def run(
         tile=tile,
         small=small,
         sliced=sliced,
+        hops=hops,
     )
     out = x.new_empty((m, n))
     tensors = {"A": x, "B": weight, "OUT": out}

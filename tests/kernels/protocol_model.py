@@ -329,8 +329,29 @@ def packed(tiles, size=1):
 
 
 @kernel_maker
-def sliced(tiles, size=1):
-    """`matmul_all_reduce_sliced`: each rank sums a slice of every tile."""
+def sliced(tiles, size=1, hops=0):
+    """`matmul_all_reduce_sliced`: each rank sums a slice of every tile; the last `hops` of two go in words."""
+
+    def send(p, packed, index, target, value):
+        """A slot, or its words."""
+        if not packed:
+            yield from p.store(target, index, value, size)
+        for cell in range(size if packed else 0):
+            p.ranks[target].flags[p.half, index * size + cell] = Word(p.stamp, (p.n, value), flag=not p.keeps(NO_FLAG))
+            yield
+
+    def receive(p, packed, ranks, index, value):
+        """Waits for what `ranks` send to places `index` + rank, and reads what all have sent there. index: for flags, too."""
+        if packed:
+            cells = [((index + rank) * size + cell, rank, value(rank)) for rank in ranks for cell in range(size)]
+            yield from p.wait_words(cells)
+        else:
+            yield from p.wait([(flags_from(p) + index + rank, rank) for rank in ranks])
+            for rank in range(p.world):
+                yield from p.load(index + rank, value(rank), size)
+
+    def flags_from(p):
+        return 2 * tiles * p.world * size if hops else 0  # behind the words
 
     def kernel(p):
         claim = yield from p.first_claim()
@@ -340,33 +361,30 @@ def sliced(tiles, size=1):
             tile, first = claim, claim * p.world
             reduced = tiles * p.world + first
             if not p.keeps(SEND_FIRST):
-                yield from p.wait_all(first)
+                yield from receive(p, hops == 2, range(p.world), first, lambda rank, tile=tile: ("ar", rank, p.me, tile))
             yield  # the product
             if not p.keeps(DATA_FIRST):
-                yield from p.notify_all(first + p.me)
+                yield from p.notify_all(flags_from(p) + first + p.me)
             for owner in range(p.world):
-                yield from p.store(owner, first + p.me, ("ar", p.me, owner, tile), size)
+                yield from send(p, hops == 2, first + p.me, owner, ("ar", p.me, owner, tile))
             claim = yield from p.claim()  # while the products travel
-            yield from p.notify_all(first + p.me)
-            gave_up = False
+            if hops < 2:
+                yield from p.notify_all(flags_from(p) + first + p.me)
+            total = ("sum", p.me, tile)
             try:
-                yield from p.wait([(first + rank, rank) for rank in range(p.world if p.keeps(ALL_SENT) else 1)])
+                ranks = range(p.world if p.keeps(ALL_SENT) else 1)
+                yield from receive(p, hops == 2, ranks, first, lambda rank, tile=tile: ("ar", rank, p.me, tile))
             except GaveUp:
-                gave_up = True
-            if not gave_up or not p.keeps(NO_SUM):
-                total = ("nothing",)
-                if not gave_up:
-                    total = ("sum", p.me, tile)
-                    for source in range(p.world):
-                        yield from p.load(first + source, ("ar", source, p.me, tile), size)
+                total = None if p.keeps(NO_SUM) else ("nothing",)
+            if total:
                 for rank in range(p.world):
-                    yield from p.store(rank, reduced + p.me, total, size)
-                yield from p.notify_all(reduced + p.me)
+                    yield from send(p, hops > 0, reduced + p.me, rank, total)
+                if hops == 0:
+                    yield from p.notify_all(reduced + p.me)
             if claim >= tiles:
                 yield from p.leave()
-            yield from p.wait([(reduced + rank, rank) for rank in range(p.world if p.keeps(ALL_REDUCED) else 1)])
-            for rank in range(p.world):
-                yield from p.load(reduced + rank, ("sum", rank, tile), size)
+            ranks = range(p.world if p.keeps(ALL_REDUCED) else 1)
+            yield from receive(p, hops > 0, ranks, reduced, lambda rank, tile=tile: ("sum", rank, tile))
 
     return kernel
 

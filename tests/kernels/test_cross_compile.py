@@ -39,6 +39,8 @@ CASES = {
     "sliced all_reduce": lambda: (mm_ar, (False,), _plan_ar(128, 8192, 2048, BF16)),
     "sliced all_reduce wide": lambda: (mm_ar, (True,), _plan_ar(256, 8192, 2048, FP16, bias_dims=2)),
     "sliced all_reduce ragged": lambda: (mm_ar, (True,), _plan_ar(75, 1000, 200, BF16, reduce_op="avg", bias_dims=1, sliced=True)),
+    "sliced all_reduce words": lambda: (mm_ar, (False,), _plan_ar(128, 8192, 2048, BF16, sliced=True, hops=1)),
+    "sliced packed all_reduce": lambda: (mm_ar, (False,), _plan_ar(64, 8192, 2048, BF16, sliced=True, hops=2)),
     "sliced all_reduce fp32": lambda: (mm_ar, (False,), _plan_ar(100, 4096, 200, FP32)),
     "all_gather": lambda: (ag_mm, (False, False), _plan_ag(1024, 2048, 8192, BF16)),
     "all_gather kept": lambda: (ag_mm, (True, True), _plan_ag(1024, 2048, 8192, FP16, inner=128, has_bias=True, gather=True)),
@@ -75,6 +77,10 @@ COMPILED = [
     ("sliced all_reduce wide", "gfx950", "v_mfma_f32"),
     ("sliced all_reduce ragged", "sm_90", "mma.sync|wgmma"),
     ("sliced all_reduce ragged", "sm_80", "mma.sync"),
+    ("sliced all_reduce words", "sm_90", "wgmma.mma_async"),
+    ("sliced all_reduce words", "gfx942", "v_mfma_f32"),
+    ("sliced packed all_reduce", "sm_90", "mma.sync|wgmma"),
+    ("sliced packed all_reduce", "gfx950", "v_mfma_f32"),
     ("sliced all_reduce fp32", "sm_90", ""),
     ("all_gather", "sm_90", "wgmma.mma_async"),
     ("all_gather kept", "sm_90", "wgmma.mma_async"),
@@ -214,6 +220,9 @@ def test_every_load_from_the_heap_takes_its_address_through_a_wait(case):
             if "cacheModifier = cg" in op.text:  # of what the program itself has staged
                 assert CASES[case]()[2].constants["SLICE"] > 0
                 continue
+            if "isVolatile = true" in op.text:  # words, see below
+                assert CASES[case]()[2].constants["PACKED"] > 0 and "!tt.ptr<i64>" in op.text
+                continue
             assert any(acquires(source) for source in sources), op.text
             behind += 1
         else:
@@ -293,7 +302,7 @@ def positions(pattern, instructions):
     return [i for i, line in enumerate(instructions) if re.search(pattern, line)]
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case not in FLAGS])
+@pytest.mark.parametrize("case", [case for case in CASES if case.startswith("packed")])
 def test_words_are_whole_and_looked_at_each_time(case):
     """Words are stored as 64 bits and loaded volatile, every one of them by its own thread; no flag is raised in between."""
     plan = CASES[case]()[2]
@@ -306,6 +315,30 @@ def test_words_are_whole_and_looked_at_each_time(case):
     assert not any("release" in op.text and "rmw" in op.name for op in flow.ops)
     ptx = compiled(case, "sm_90")["ptx"]
     assert re.search(r"ld\.volatile\.global\.(v2\.)?b64", ptx)
+
+
+@pytest.mark.parametrize("case", ["sliced all_reduce words", "sliced packed all_reduce"])
+def test_words_of_slices_are_whole_and_looked_at_each_time(case):
+    """The same of slices: of the products of each rank, and of the tile of sums; stores to peers are 16 bytes wide."""
+    plan = CASES[case]()[2]
+    c = plan.constants
+    flow = Flow(compiled(case, "sm_90")["ttir"])
+
+    def words(rows, width):
+        return f"tensor<{rows}x{width}x!tt.ptr<i64>>"
+
+    whole, part = words(c["BLOCK_M"], c["REDUCED_WIDTH"] // c["PIECES"]), words(c["BLOCK_R"], c["REDUCED_WIDTH"])
+    loads = [op for op in flow.ops if op.name == "tt.load" and "x!tt.ptr<i64>" in op.text and "isVolatile" in op.text]
+    both = c["PACKED"] == 2
+    of_tiles, of_slices = ([op for op in loads if kind in op.text] for kind in (whole, part))
+    assert len(of_tiles) == 2 * c["PIECES"]  # fast, and in the slow wait
+    assert len(of_slices) == (4 + 1 if both else 0) and len(loads) == len(of_tiles) + len(of_slices)
+    assert all("isVolatile = true" in op.text for op in loads)
+    assert not both or not any("release" in op.text and "rmw" in op.name for op in flow.ops)
+    ptx = compiled(case, "sm_90")["ptx"]
+    assert len(re.findall(r"ld\.volatile\.global\.(?:v2\.)?b64", ptx)) >= len(loads)
+    widths = set(re.findall(r"st\.global\.([a-z0-9.]+)", ptx))
+    assert {"v2.b64"} <= widths <= {"v2.b64", "v4.b32", "b64"}
 
 
 def test_words_go_around_the_caches_of_amd():
@@ -324,7 +357,7 @@ def test_flags_in_ptx(case, target):
     at_once = positions(r"atom\.global\.(sys\.acquire|acquire\.sys)\.", instructions)
     raised = positions(r"atom\.global\.(sys\.release|release\.sys)\.", instructions)
     assert len(polls) >= 3  # of `wait_stamp`: a first look, and twice in `_wait_slowly`
-    twice = case == "small all_gather kept" or case.startswith("sliced")
+    twice = case == "small all_gather kept" or (case.startswith("sliced") and not CASES[case]()[2].constants["PACKED"])
     assert len(at_once) == (0 if case.startswith("all_gather") else 2 if twice else 1)
     assert all(".add." in instructions[i] for i in at_once) and all(".exch.b64" in instructions[i] for i in raised) and raised
     # One thread touches a flag, and block barriers stand between it and the data of all others.
@@ -401,7 +434,7 @@ def test_flags_in_amdgcn(case, target):
     invalidating = 0
     for i in polls:  # the abort word is read relaxed, flags are acquired
         invalidating += instructions[i + 2].startswith("buffer_inv sc0 sc1") and "vmcnt(0)" in instructions[i + 1]
-    assert invalidating >= len(polls) // 2
+    assert invalidating >= (2 if "words" in case else len(polls) // 2)  # words are loaded in the same way
     data = re.compile(r"(buffer|global|flat)_store_(short|dwordx[24])")
     for i in raised:
         assert any(line.startswith("buffer_wbl2 sc0 sc1") for line in instructions[i - 3 : i]), instructions[i - 3 : i + 1]
@@ -416,7 +449,7 @@ def test_flags_in_amdgcn(case, target):
         assert waits and min(waits) <= len(later), instructions[stored : i + 1]
 
 
-@pytest.mark.parametrize("case", [case for case in FLAGS if "ragged" not in case and "fp32" not in case])
+@pytest.mark.parametrize("case", [case for case in FLAGS if not re.search("ragged|fp32|words", case)])
 def test_stores_to_peers_are_16_bytes_wide(case):
     ptx = compiled(case, "sm_90")["ptx"]
     widths = set(re.findall(r"st\.global\.([a-z0-9.]+)", ptx))

@@ -181,7 +181,7 @@ def test_matmul_all_reduce_in_slices(group):
     assert_expected_inline(
         launches(code, group),
         """\
-launch_context(cpu, GROUP, 1441792, 352, 'matmul_all_reduce_sliced(x [200, *], weight [*, 704], torch.float32, avg)')
+launch_context(cpu, GROUP, 1441792, 352, 'matmul_all_reduce_sliced(x [200, *], weight [*, 704], torch.float32, avg, hops=0)')
 kernel 0
 after_launch(GROUP)""",
     )

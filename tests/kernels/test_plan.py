@@ -133,9 +133,9 @@ def test_small_all_reduce(world, rows, n, k, dtype, device):
 
 
 @many
-@given(**shapes)
-def test_sliced_all_reduce(world, rows, n, k, dtype, device):
-    plan = mm_ar.plan(rows, n, k, world, dtype, reduce_op="sum", bias_dims=0, device=device, sliced=True)
+@given(**shapes, hops=st.integers(0, 2))
+def test_sliced_all_reduce(world, rows, n, k, dtype, device, hops):
+    plan = mm_ar.plan(rows, n, k, world, dtype, reduce_op="sum", bias_dims=0, device=device, sliced=True, hops=hops)
     c = plan.constants
     assert plan.kernel == ar_sliced.NAME
     check_even(plan, rows, n, k)
@@ -143,18 +143,27 @@ def test_sliced_all_reduce(world, rows, n, k, dtype, device):
     # Every row of a tile that x has is in one slice, and in one row of the slot of its rank.
     used = min(rows, height)
     places = [(row // r, row % r) for row in range(used)]
-    assert len(set(places)) == used and all(owner < world for owner, _ in places) and r <= c["BLOCK_R"] < 2 * r
+    assert len(set(places)) == used and all(owner < world for owner, _ in places) and r <= c["BLOCK_R"]
+    assert c["BLOCK_R"] < 2 * r or (hops == 2 and device.type == "cuda")
     assert width % c["PIECES"] == 0 and width // c["PIECES"] >= 16
+    words = width // c["NUMBERS"]
+    assert c["NUMBERS"] * dtype.itemsize == 4 and (c["EVEN_N"] == (n % width == 0))
+    assert (c["PARTIAL_WIDTH"], c["REDUCED_WIDTH"]) == (words if hops == 2 else width, words if hops else width)
+    if device.type == "cuda" and hops:  # every thread has a word, or threads could part
+        assert height * words // c["PIECES"] >= 32 * plan.num_warps >= 32
+        assert hops == 1 or c["BLOCK_R"] * words >= 32 * plan.num_warps
     tiles = cdiv(rows, height) * cdiv(n, width)
-    partial = [((tile * world + rank) * r * width, r * width) for tile in range(tiles) for rank in range(world)]
-    start = tiles * world * r * width
-    reduced = []
-    for tile in range(tiles if tiles < 200 else 0):
-        for rank in range(world):
-            first, last = min(rank * r, used), min((rank + 1) * r, used)
-            reduced.append((start + (tile * height + first) * width, (last - first) * width))
-    reduced.append((start + (tiles - 1) * height * width + used * width, (height - used) * width))
-    check_slots(plan, partial + reduced, list(range(2 * tiles * world)), dtype.itemsize)
+    sums = tiles * height * c["REDUCED_WIDTH"]  # as many numbers or words
+    products = [(tile * world + rank) * r * c["PARTIAL_WIDTH"] for tile in range(tiles) for rank in range(world)]
+    end = products[-1] + r * c["PARTIAL_WIDTH"]
+    if hops == 2:
+        assert plan.nflags == sums + end and plan.nbytes == 0
+    elif hops == 1:
+        assert plan.nflags == sums + tiles * world
+        check_slots(plan, [(start, r * width) for start in products], list(range(plan.nflags)), dtype.itemsize)
+    else:
+        assert plan.nflags == 2 * tiles * world
+        check_slots(plan, [*((start, r * width) for start in products), (end, sums)], list(range(plan.nflags)), dtype.itemsize)
 
 
 @many
@@ -280,7 +289,8 @@ def test_what_ranks_share_does_not_depend_on_what_they_do_not(world, rows, n, k,
         return mm_rs.plan(world * rows, n, depth, world, dtype, inner=rows, reduce_op="sum", bias_dims=0, device=device, tma=form)
 
     def sliced(depth, form=""):
-        return mm_ar.plan(rows, n, depth, world, dtype, reduce_op="sum", bias_dims=0, device=device, tma=form, sliced=True)
+        hops = (rows + n) % 3
+        return mm_ar.plan(rows, n, depth, world, dtype, reduce_op="sum", bias_dims=0, device=device, tma=form, sliced=True, hops=hops)
 
     for plan in (reduced, scattered, sliced):
         local = ("BLOCK_K", "EVEN", "TMA", "B_ROWS", "SLICE")
@@ -303,14 +313,15 @@ def test_signatures_tell_problems_apart():
         plan = ag_mm.plan(rows, 512, k, 4, dtype, inner=inner, has_bias=False, gather=False, device=gpu)
         return plan.constants["SIGNATURE"]
 
-    def slices(m=128, n=8192, op="sum", dtype=torch.bfloat16, sliced=True):
-        plan = mm_ar.plan(m, n, 64, 4, dtype, reduce_op=op, bias_dims=0, device=gpu, two_shot=None if sliced else True, sliced=sliced)
+    def slices(m=128, n=8192, op="sum", dtype=torch.bfloat16, **forced):
+        plan = mm_ar.plan(m, n, 64, 4, dtype, reduce_op=op, bias_dims=0, device=gpu, **forced)
         return plan.constants["SIGNATURE"]
 
     fp16 = torch.float16
     codes = [scatter(), scatter(m=2048), scatter(n=1024), scatter(inner=128), scatter(op="avg"), scatter(dtype=fp16)]
     codes += [reduce(), reduce(m=2048), reduce(n=1024), reduce(op="avg"), reduce(dtype=fp16), reduce(two_shot=False)]
-    codes += [slices(), slices(m=129), slices(n=8191), slices(op="avg"), slices(dtype=fp16), slices(sliced=False)]
+    codes += [slices(), slices(m=129), slices(n=8191), slices(op="avg"), slices(dtype=fp16)]
+    codes += [slices(hops=1), slices(hops=2), slices(two_shot=True)]
     codes += [gather(), gather(rows=512, inner=512), gather(k=128), gather(inner=128), gather(dtype=fp16)]
     assert len(set(codes)) == len(codes)
 

@@ -55,6 +55,7 @@ SEQUENCES = {
     "packed all_reduce among flags": [packed(2, 4), one_shot(3), packed(3), two_shot(4), packed(1, 3), all_gather(2, 3)],
     "sliced all_reduce": [sliced(3, 2), sliced(1)] * 2,
     "sliced all_reduce among others": [sliced(2), two_shot(4), sliced(3, 2), packed(2), one_shot(2), sliced(1), reduce_scatter(2)],
+    "sliced all_reduce in words": [sliced(3, 2, 1), sliced(2, 2, 2), sliced(3), sliced(1, 1, 2), one_shot(4), sliced(2, 1, 1)],
     "two-shot then one-shot": [two_shot(4), one_shot(1)] * 2,
     "all_gather": [all_gather(2, 1)] * 4,
     "all_gather in chunks": [all_gather(2, 3), all_gather(1, 2, senders=2)] * 2,
@@ -86,7 +87,7 @@ def any_kernel(pick, world):
             reduce_scatter(tiles, s, size, staged=gather),
             one_shot(tiles, size),
             packed(tiles, size),
-            sliced(tiles, size),
+            sliced(tiles, size, pick.randint(0, 2)),
             two_shot(max(tiles, world), 1, size),
             two_shot(max(tiles, world * s), s, size),
             all_gather_small(2 * pick.randint(1, 2), pick.randint(1, 3), columns, pick.randint(1, 2), gather=0 in columns or gather),
@@ -123,7 +124,12 @@ BROKEN = [
     (DATA_FIRST, Race, 2, [reduce_scatter(2, staged=True)], 1, 1),
     (DATA_FIRST, Race, 2, [one_shot(1)], 1, 1),
     (DATA_FIRST, Race, 2, [two_shot(2)], 1, 1),
+    (ROTATION, Race, 2, [sliced(2, hops=2), reduce_scatter(3), sliced(1)] * 2, 2, 2),
+    (TAG, Race, 2, [sliced(1, hops=1)] * 4, 1, 1),
+    (TAG, Race, 2, [sliced(1, hops=2)] * 4, 1, 1),
+    (NO_FLAG, Race, 2, [sliced(2, hops=2), sliced(2, hops=1), one_shot(2)], 1, 1),
     (DATA_FIRST, Race, 2, [sliced(1)], 1, 1),
+    (DATA_FIRST, Race, 2, [sliced(1, hops=1)], 1, 1),
     (ALL_SENT, Race, 2, [sliced(1)], 1, 1),
     (ALL_REDUCED, Race, 3, [sliced(2)], 2, 2),
     (DATA_FIRST, Race, 2, [all_gather(1, 1)], 1, 1),
@@ -193,14 +199,15 @@ def test_launches_behind_one_that_gave_up_disturb_nobody(kernel):
     assert raced
 
 
-def test_what_was_not_summed_is_not_sent():
+@pytest.mark.parametrize("hops", [0, 1, 2])
+def test_what_was_not_summed_is_not_sent(hops):
     """Rank 0 gives up in its first wait: rank 1 hears no flag of a sum from it (and is told, which the model leaves out)."""
     raced = 0
     for seed in range(50):
         with pytest.raises(Deadlock):
-            simulate(seed, 2, [sliced(1)], 1, 1, told=[(0, 1)])
+            simulate(seed, 2, [sliced(1, hops=hops)], 1, 1, told=[(0, 1)])
         try:
-            simulate(seed, 2, [sliced(1)], 1, 1, without=NO_SUM, told=[(0, 1)])
+            simulate(seed, 2, [sliced(1, hops=hops)], 1, 1, without=NO_SUM, told=[(0, 1)])
         except Race:
             raced += 1
     assert raced == 50
@@ -225,10 +232,21 @@ def test_the_model_needs_a_wait_for_every_peer():
 
 
 @pytest.mark.parametrize(
-    "first", [reduce_scatter(2), one_shot(2), packed(2), two_shot(2), sliced(2), all_gather(1, 2), all_gather_small(2, 2)]
+    "first",
+    [
+        reduce_scatter(2),
+        one_shot(2),
+        packed(2),
+        two_shot(2),
+        sliced(2),
+        sliced(2, hops=2),
+        all_gather(1, 2),
+        all_gather_small(2, 2),
+    ],
 )
 @pytest.mark.parametrize(
-    "second", [reduce_scatter(2, size=2), one_shot(3), packed(2, 2), two_shot(3), sliced(3), all_gather(2, 2), all_gather(1, 1, (0, 0))]
+    "second",
+    [reduce_scatter(2, size=2), one_shot(3), packed(2, 2), two_shot(3), sliced(3), all_gather(2, 2), all_gather(1, 1, (0, 0))],
 )
 def test_ranks_that_run_different_kernels_always_hear_of_it(first, second):
     """Neither a hang nor a wrong result: some rank finds the other stamp. After launches that match, too."""

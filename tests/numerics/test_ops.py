@@ -37,10 +37,11 @@ class Case:
     two_shot: bool = False
     staged: bool = False
     sliced: bool = False
+    hops: int = 0  # of the sliced form that go in words
 
     def __str__(self) -> str:
         details = [self.reduce_op] * (self.op != AG) + ["bias"] * any(self.biases) + ["two_shot"] * self.two_shot
-        details += ["staged"] * self.staged + ["sliced"] * self.sliced
+        details += ["staged"] * self.staged + ["sliced"] * self.sliced + ["words", "all_words"][: self.hops]
         return "-".join([self.op, "x".join(map(str, self.shape)), f"dim{self.dim}", self.layout, *details])
 
 
@@ -73,6 +74,8 @@ CASES = [
     Case(AR, (37, 70), (45,), biases=(True,), reduce_op="avg", sliced=True),
     Case(AR, (2, 50, 300), (150,), layout="transposed", sliced=True),
     Case(AR, (64, 70), (128,), biases=(True,), layout="strided", sliced=True),
+    Case(AR, (37, 70), (45,), biases=(True,), reduce_op="avg", sliced=True, hops=1),
+    Case(AR, (2, 50, 300), (151,), layout="transposed", sliced=True, hops=2),
 ]
 
 
@@ -111,7 +114,7 @@ def call(case: Case, x, weights, biases, group: str) -> list[torch.Tensor]:
     if case.two_shot or case.sliced:  # whatever the size and the number of ranks
         rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
         rows_bias = bias if bias is None or bias.dim() == 1 else bias.reshape(rows.shape[0], -1)
-        form = {"two_shot": True} if case.two_shot else {"sliced": True}
+        form = {"two_shot": True} if case.two_shot else {"sliced": True, "hops": case.hops}
         out = mm_ar.run(rows, weights[0], case.reduce_op, group, dist.get_world_size(), rows_bias, **form)
         return [out.view(*x.shape[:-1], out.shape[-1])]
     return [ops.matmul_all_reduce(x, weights[0], case.reduce_op, group, bias=bias)]
@@ -186,7 +189,7 @@ def test_more_ranks(world):
     many_and_few = [
         *(Case(op, (rows, 96), (80,), biases=(True,)) for op in (AG, RS) for rows in (33, 2)),
         *(Case(AR, (rows, 96), (80,), two_shot=rows > 100) for rows in (130, 5)),
-        *(Case(AR, (rows, 96), (80,), biases=(True,), dtype=dtype, sliced=True) for rows, dtype in zip((7, 41, 130), DTYPES, strict=True)),
+        *(Case(AR, (rows, 96), (80,), dtype=DTYPES[hops], sliced=True, hops=hops) for hops, rows in enumerate((7, 130, 41))),
     ]
     with RankPool(world) as pool:
         for case in many_and_few:
@@ -202,7 +205,7 @@ def several_threads(rank: int, world: int, case: Case, num_programs: int) -> lis
 
 
 @pytest.mark.parametrize("num_programs", [1, 3, 200])
-@pytest.mark.parametrize("case", [CASES[index] for index in (1, 6, 9, 13, 15, 18, -2)], ids=str)
+@pytest.mark.parametrize("case", [CASES[index] for index in (1, 6, 9, 13, 15, 18, -4, -1)], ids=str)
 def test_any_number_of_programs(ranks2, case, num_programs):
     """One program does everything; three share it on three threads; 200 are more than there is to do, and most find nothing."""
     by_rank = ranks2.run(several_threads, case, num_programs)
@@ -422,7 +425,7 @@ def words_among_flags(rank: int, world: int, launches: int) -> list:
         Case(AR, (16, 33), (201,)),
         Case(RS, (37, 70), (45,)),
         Case(AR, (40, 40), (200,), two_shot=True),
-        Case(AR, (50, 40), (200,), sliced=True),
+        *(Case(AR, (50, 40), (200,), sliced=True, hops=hops) for hops in (1, 0, 2)),
         Case(AG, (20, 1100), (70,)),
     ]
     results: dict[Case, list[torch.Tensor]] = {}

@@ -209,17 +209,20 @@ def plan(
     rows = cdiv(min(m, tile.m), world)
     numbers = 4 // dtype.itemsize
     words = tile.n // numbers  # of a row of a tile
+    block_r = power_of_two(rows)
     if hops and device.type != "cpu":  # a word for every thread, or threads could look at different times and part
         lanes = 64 if torch.version.hip is not None else 32
-        fewest = (power_of_two(rows) if hops == 2 else tile.m) * words
-        tile = tile._replace(num_warps=max(1, min(tile.num_warps, fewest // pieces_of(tile) // lanes)))
+        if hops == 2:
+            block_r = power_of_two(max(rows, cdiv(lanes, words)))
+        fewest = block_r * words if hops == 2 else tile.m * words // pieces_of(tile)
+        tile = tile._replace(num_warps=min(tile.num_warps, fewest // lanes))
     partial, reduced = tiles * world * rows, tiles * tile.m  # rows
     constants = {
         "WORLD": world,
         "BLOCK_M": tile.m,
         "BLOCK_N": tile.n,
         "BLOCK_K": tile.k,
-        "BLOCK_R": power_of_two(rows),
+        "BLOCK_R": block_r,
         "R": rows,
         "PACKED": hops,
         "NUMBERS": numbers,

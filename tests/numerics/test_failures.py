@@ -157,7 +157,14 @@ def sleeps(rank: int, world: int, op: str, rows: int) -> list:
 
 @pytest.mark.parametrize(
     ("op", "rows"),
-    [("all_gather_matmul", 32), ("matmul_reduce_scatter", 32), ("matmul_all_reduce", 32), ("matmul_all_reduce", 8), (SLICED, 100), (WORDS, 100)],
+    [
+        ("all_gather_matmul", 32),
+        ("matmul_reduce_scatter", 32),
+        ("matmul_all_reduce", 32),
+        ("matmul_all_reduce", 8),
+        (SLICED, 100),
+        (WORDS, 100),
+    ],
 )
 def test_deadline_then_reset(ranks2, op, rows):
     (text, kernel, reason, seconds, again, values, closed), late = ranks2.run(sleeps, op, rows)

@@ -227,7 +227,7 @@ def plan(
     """Plan for x [m, k] @ weight [k, n] (k per rank) over `world` ranks. two_shot forces the algorithm (None: by size); tma: see
     `tma_form`; tile: another one than `choose_tile`'s, the same on all ranks; small, sliced: whether it is a plan for
     `matmul_all_reduce_small`, `matmul_all_reduce_sliced` (None: by rows, bytes and tiles); hops: see `matmul_all_reduce_sliced.plan`."""
-    free = two_shot is None and not sliced  # to choose the packed words
+    free = two_shot is None and not sliced and hops is None  # to choose the packed words
     if small is None:
         small = m <= SMALL_ROWS and m * n * dtype.itemsize <= SMALL_BYTES and free and (tile is None or m <= tile.m)
     if small:
@@ -246,6 +246,7 @@ def plan(
         return matmul_all_reduce_sliced.plan(
             m, n, k, world, dtype, reduce_op=reduce_op, bias_dims=bias_dims, device=device, tile=tile, hops=hops
         )
+    assert hops is None, "hops are those of the sliced form, which this plan is not for"
     if two_shot is None:
         two_shot = m * n * dtype.itemsize > TWO_SHOT_BYTES and (world > 2 or tiles > PROCESSORS)
     two_shot = two_shot and tiles >= world  # every rank has to own a tile, see the module's docstring

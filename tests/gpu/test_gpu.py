@@ -50,6 +50,12 @@ def _ops_against_float64(rank, world, dtype):
                 if m > 64:
                     got = matmul_all_reduce.run(x, weight, "sum", name, world, bias, two_shot=True)
                     worst.append(("two_shot", m, _relative(got, exact), _relative(unfused, exact)))
+                for hops in range(3 if 1 < m <= 1024 else 0):
+                    got = matmul_all_reduce.run(x, weight, "sum", name, world, bias, sliced=True, hops=hops)
+                    worst.append((f"sliced, {hops} hops in words", m, _relative(got, exact), _relative(unfused, exact)))
+                    everywhere = [torch.empty_like(got) for _ in range(world)]
+                    dist.all_gather(everywhere, got)
+                    assert all(torch.equal(got, other) for other in everywhere)
                 if m % world == 0:
                     got = ops.matmul_reduce_scatter(x, weight, 0, "sum", name, bias=bias)
                     unfused = matmul_reduce_scatter.reference(x, weight, 0, "sum", name, bias)
@@ -79,6 +85,7 @@ def test_ops_are_as_exact_as_unfused(gpu_ranks, dtype):
 def _changing_inputs(rank, world, launches):
     """One slow rank, poisoned outputs: every launch is checked."""
     import torch_triton_dist.ops  # noqa: F401
+    from torch_triton_dist.kernels import matmul_all_reduce
 
     ops, device, name = torch.ops.torch_triton_dist, rank_device(), _name()
     torch.manual_seed(0)
@@ -99,6 +106,9 @@ def _changing_inputs(rank, world, launches):
         bad += (reduced.float() != exact.bfloat16().float()).sum()
         few = ops.matmul_all_reduce(whole[: 1 + launch % 16], rounded, "avg", name)  # words, among the flags of the others
         bad += (few.float() != exact[: 1 + launch % 16].bfloat16().float()).sum()
+        rows = 1 + launch % (16 * world)
+        sliced = matmul_all_reduce.run(whole[:rows], rounded, "avg", name, world, None, sliced=True, hops=launch % 3)
+        bad += (sliced.float() != exact[:rows].bfloat16().float()).sum()
         scattered = ops.matmul_reduce_scatter(whole, rounded, 0, "avg", name)
         bad += (scattered.float() != exact.bfloat16().float().chunk(world)[rank]).sum()
     return bad.item()

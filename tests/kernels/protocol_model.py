@@ -30,6 +30,9 @@ COUNT_LAST = "a chunk is counted when it is stored"
 COUNT_ANEW = "the count of a block starts from n << 16"
 COUNTED = "the last chunk of a block raises its flag, not each one"
 ADD_LAST = "the parts of a tile are added by who has stored the last one"
+ALL_SENT = "a slice is added when the products of all ranks are there"
+ALL_REDUCED = "a tile is read when the sums of all its slices are there"
+NO_SUM = "what was not summed is not sent"
 PAY_BEFORE_WAIT = "a program pays what it owes before it waits"
 PAY_BEFORE_LEAVE = "a program pays what it owes before it leaves"
 SEND_FIRST = "what others wait for is claimed before what waits"
@@ -321,6 +324,67 @@ def packed(tiles, size=1):
                 yield from p.leave()
             places = [((tile * p.world + rank) * size + cell, rank) for rank in range(p.world) for cell in range(size)]
             yield from p.wait_words([(place, rank, ("word", rank, tile)) for place, rank in places])
+
+    return kernel
+
+
+@kernel_maker
+def sliced(tiles, size=1, hops=0):
+    """`matmul_all_reduce_sliced`: each rank sums a slice of every tile; the last `hops` of two go in words."""
+
+    def send(p, packed, index, target, value):
+        """A slot, or its words."""
+        if not packed:
+            yield from p.store(target, index, value, size)
+        for cell in range(size if packed else 0):
+            p.ranks[target].flags[p.half, index * size + cell] = Word(p.stamp, (p.n, value), flag=not p.keeps(NO_FLAG))
+            yield
+
+    def receive(p, packed, ranks, index, value):
+        """Waits for what `ranks` send to places `index` + rank, and reads what all have sent there. index: for flags, too."""
+        if packed:
+            cells = [((index + rank) * size + cell, rank, value(rank)) for rank in ranks for cell in range(size)]
+            yield from p.wait_words(cells)
+        else:
+            yield from p.wait([(flags_from(p) + index + rank, rank) for rank in ranks])
+            for rank in range(p.world):
+                yield from p.load(index + rank, value(rank), size)
+
+    def flags_from(p):
+        return 2 * tiles * p.world * size if hops else 0  # behind the words
+
+    def kernel(p):
+        claim = yield from p.first_claim()
+        if claim >= tiles:
+            yield from p.leave()
+        while claim < tiles:
+            tile, first = claim, claim * p.world
+            reduced = tiles * p.world + first
+            if not p.keeps(SEND_FIRST):
+                yield from receive(p, hops == 2, range(p.world), first, lambda rank, tile=tile: ("ar", rank, p.me, tile))
+            yield  # the product
+            if not p.keeps(DATA_FIRST):
+                yield from p.notify_all(flags_from(p) + first + p.me)
+            for owner in range(p.world):
+                yield from send(p, hops == 2, first + p.me, owner, ("ar", p.me, owner, tile))
+            claim = yield from p.claim()  # while the products travel
+            if hops < 2:
+                yield from p.notify_all(flags_from(p) + first + p.me)
+            total = ("sum", p.me, tile)
+            try:
+                ranks = range(p.world if p.keeps(ALL_SENT) else 1)
+                yield from receive(p, hops == 2, ranks, first, lambda rank, tile=tile: ("ar", rank, p.me, tile))
+            except GaveUp:
+                total = None if p.keeps(NO_SUM) else ("nothing",)
+            if total:
+                for rank in range(p.world):
+                    yield from send(p, hops > 0, reduced + p.me, rank, total)
+                if hops == 0:
+                    yield from p.notify_all(reduced + p.me)
+            if claim >= tiles:
+                yield from p.leave()
+            ranks = range(p.world if p.keeps(ALL_REDUCED) else 1)
+            yield from receive(p, hops > 0, ranks, reduced, lambda rank, tile=tile: ("sum", rank, tile))
 
     return kernel
 

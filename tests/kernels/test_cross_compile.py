@@ -17,6 +17,7 @@ from torch_triton_dist.backends.cpu import ttir
 from torch_triton_dist.kernels import all_gather_matmul as ag_mm
 from torch_triton_dist.kernels import all_gather_matmul_small as ag_small
 from torch_triton_dist.kernels import matmul_all_reduce as mm_ar
+from torch_triton_dist.kernels import matmul_all_reduce_sliced as ar_sliced
 from torch_triton_dist.kernels import matmul_all_reduce_small as ar_small
 from torch_triton_dist.kernels import matmul_reduce_scatter as mm_rs
 from torch_triton_dist.kernels import matmul_reduce_scatter_small as rs_small
@@ -25,7 +26,7 @@ from torch_triton_dist.kernels.template import eager_kernel
 GPU = torch.device("cuda", 0)
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
-SOURCES = {module.NAME: module.SOURCE for module in (ag_mm, ag_small, mm_rs, rs_small, mm_ar, ar_small)}
+SOURCES = {module.NAME: module.SOURCE for module in (ag_mm, ag_small, mm_rs, rs_small, mm_ar, ar_sliced, ar_small)}
 
 # name: module that makes the plan, inputs, plan. "ragged": no dimension is a multiple of its tile.
 CASES = {
@@ -35,10 +36,16 @@ CASES = {
     "packed all_reduce": lambda: (mm_ar, (True,), _plan_ar(8, 8192, 2048, BF16, bias_dims=1)),
     "packed all_reduce fp32": lambda: (mm_ar, (False,), _plan_ar(3, 1000, 200, FP32, reduce_op="avg")),
     "two-shot all_reduce": lambda: (mm_ar, (False,), _plan_ar(512, 8192, 2048, BF16, reduce_op="avg")),
+    "sliced all_reduce": lambda: (mm_ar, (False,), _plan_ar(128, 8192, 2048, BF16)),
+    "sliced all_reduce wide": lambda: (mm_ar, (True,), _plan_ar(256, 8192, 2048, FP16, bias_dims=2)),
+    "sliced all_reduce ragged": lambda: (mm_ar, (True,), _plan_ar(75, 1000, 200, BF16, reduce_op="avg", bias_dims=1, sliced=True)),
+    "sliced all_reduce words": lambda: (mm_ar, (False,), _plan_ar(128, 8192, 2048, BF16, sliced=True, hops=1)),
+    "sliced packed all_reduce": lambda: (mm_ar, (False,), _plan_ar(64, 8192, 2048, BF16, sliced=True, hops=2)),
+    "sliced all_reduce fp32": lambda: (mm_ar, (False,), _plan_ar(100, 4096, 200, FP32)),
     "all_gather": lambda: (ag_mm, (False, False), _plan_ag(1024, 2048, 8192, BF16)),
     "all_gather in groups": lambda: (ag_mm, (False, False), _plan_ag(256, 2048, 8192, BF16)),
     "all_gather in groups tma": lambda: (ag_mm, (False, False), _plan_ag(256, 2048, 8192, BF16, tma="rows")),
-    "all_gather in groups tma kept": lambda: (ag_mm, (True, True), _plan_ag(512, 7168, 8192, FP16, has_bias=True, gather=True, tma="columns")),
+    "all_gather in groups tma kept": lambda: (ag_mm, (False, True), _plan_ag(512, 7168, 8192, FP16, gather=True, tma="columns")),
     "all_gather kept": lambda: (ag_mm, (True, True), _plan_ag(1024, 2048, 8192, FP16, inner=128, has_bias=True, gather=True)),
     "reduce_scatter tma ragged": lambda: (mm_rs, (True,), _plan_rs(4 * 1000, 1000, 200, BF16, bias_dims=1, tma="rows")),
     "one-shot all_reduce tma": lambda: (mm_ar, (False,), _plan_ar(128, 4096, 2048, FP16, two_shot=False, tma="columns")),
@@ -66,6 +73,18 @@ COMPILED = [
     ("packed all_reduce", "gfx942", "v_mfma_f32"),
     ("packed all_reduce fp32", "sm_90", ""),
     ("two-shot all_reduce", "sm_90", "wgmma.mma_async"),
+    ("sliced all_reduce", "sm_90", "wgmma.mma_async"),
+    ("sliced all_reduce", "sm_100", "tcgen05.mma"),
+    ("sliced all_reduce", "gfx942", "v_mfma_f32"),
+    ("sliced all_reduce wide", "sm_90", "wgmma.mma_async"),
+    ("sliced all_reduce wide", "gfx950", "v_mfma_f32"),
+    ("sliced all_reduce ragged", "sm_90", "mma.sync|wgmma"),
+    ("sliced all_reduce ragged", "sm_80", "mma.sync"),
+    ("sliced all_reduce words", "sm_90", "wgmma.mma_async"),
+    ("sliced all_reduce words", "gfx942", "v_mfma_f32"),
+    ("sliced packed all_reduce", "sm_90", "mma.sync|wgmma"),
+    ("sliced packed all_reduce", "gfx950", "v_mfma_f32"),
+    ("sliced all_reduce fp32", "sm_90", ""),
     ("all_gather", "sm_90", "wgmma.mma_async"),
     ("all_gather in groups", "sm_80", "mma.sync"),
     ("all_gather in groups", "gfx942", "v_mfma_f32"),
@@ -210,6 +229,9 @@ def test_every_load_from_the_heap_takes_its_address_through_a_wait(case):
             if "cacheModifier = cg" in op.text:  # of what the program itself has staged
                 assert CASES[case]()[2].constants["SLICE"] > 0
                 continue
+            if "isVolatile = true" in op.text:  # words, see below
+                assert CASES[case]()[2].constants["PACKED"] > 0 and "!tt.ptr<i64>" in op.text
+                continue
             assert any(acquires(source) for source in sources), op.text
             behind += 1
         else:
@@ -290,7 +312,7 @@ def positions(pattern, instructions):
     return [i for i, line in enumerate(instructions) if re.search(pattern, line)]
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case not in FLAGS])
+@pytest.mark.parametrize("case", [case for case in CASES if case.startswith("packed")])
 def test_words_are_whole_and_looked_at_each_time(case):
     """Words are stored as 64 bits and loaded volatile, every one of them by its own thread; no flag is raised in between."""
     plan = CASES[case]()[2]
@@ -303,6 +325,30 @@ def test_words_are_whole_and_looked_at_each_time(case):
     assert not any("release" in op.text and "rmw" in op.name for op in flow.ops)
     ptx = compiled(case, "sm_90")["ptx"]
     assert re.search(r"ld\.volatile\.global\.(v2\.)?b64", ptx)
+
+
+@pytest.mark.parametrize("case", ["sliced all_reduce words", "sliced packed all_reduce"])
+def test_words_of_slices_are_whole_and_looked_at_each_time(case):
+    """The same of slices: of the products of each rank, and of the tile of sums; stores to peers are 16 bytes wide."""
+    plan = CASES[case]()[2]
+    c = plan.constants
+    flow = Flow(compiled(case, "sm_90")["ttir"])
+
+    def words(rows, width):
+        return f"tensor<{rows}x{width}x!tt.ptr<i64>>"
+
+    whole, part = words(c["BLOCK_M"], c["REDUCED_WIDTH"] // c["PIECES"]), words(c["BLOCK_R"], c["REDUCED_WIDTH"])
+    loads = [op for op in flow.ops if op.name == "tt.load" and "x!tt.ptr<i64>" in op.text and "isVolatile" in op.text]
+    both = c["PACKED"] == 2
+    of_tiles, of_slices = ([op for op in loads if kind in op.text] for kind in (whole, part))
+    assert len(of_tiles) == 2 * c["PIECES"]  # fast, and in the slow wait
+    assert len(of_slices) == (4 + 1 if both else 0) and len(loads) == len(of_tiles) + len(of_slices)
+    assert all("isVolatile = true" in op.text for op in loads)
+    assert not both or not any("release" in op.text and "rmw" in op.name for op in flow.ops)
+    ptx = compiled(case, "sm_90")["ptx"]
+    assert len(re.findall(r"ld\.volatile\.global\.(?:v2\.)?b64", ptx)) >= len(loads)
+    widths = set(re.findall(r"st\.global\.([a-z0-9.]+)", ptx))
+    assert {"v2.b64"} <= widths <= {"v2.b64", "v4.b32", "b64"}
 
 
 def test_words_go_around_the_caches_of_amd():
@@ -321,8 +367,8 @@ def test_flags_in_ptx(case, target):
     at_once = positions(r"atom\.global\.(sys\.acquire|acquire\.sys)\.", instructions)
     raised = positions(r"atom\.global\.(sys\.release|release\.sys)\.", instructions)
     assert len(polls) >= 3  # of `wait_stamp`: a first look, and twice in `_wait_slowly`
-    looks = {"small all_gather kept": 2, **dict.fromkeys(IN_GROUPS, 2)}
-    assert len(at_once) == looks.get(case, 0 if case.startswith("all_gather") else 1)
+    twice = case in ("small all_gather kept", *IN_GROUPS) or (case.startswith("sliced") and not CASES[case]()[2].constants["PACKED"])
+    assert len(at_once) == (2 if twice else 0 if case.startswith("all_gather") else 1)
     assert all(".add." in instructions[i] for i in at_once) and all(".exch.b64" in instructions[i] for i in raised) and raised
     # One thread touches a flag, and block barriers stand between it and the data of all others.
     for i in polls + at_once + raised:
@@ -367,8 +413,8 @@ def test_tma_kernels_load_their_operands_by_tma(case, target):
             assert any(i < fence < load for fence in fences), (i, load)
 
 
-@pytest.mark.parametrize("case", [case for case, target in TMA if target == "sm_90"])
-def test_tma_kernels_spill_no_registers(case, tmp_path):
+@pytest.mark.parametrize("case", [case for case, target, _ in COMPILED if target == "sm_90" and ("tma" in case or "sliced" in case)])
+def test_kernels_with_much_in_registers_spill_none(case, tmp_path):
     bundled = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
     cuobjdump = str(bundled) if bundled.exists() else shutil.which("cuobjdump")
     if cuobjdump is None:
@@ -398,7 +444,7 @@ def test_flags_in_amdgcn(case, target):
     invalidating = 0
     for i in polls:  # the abort word is read relaxed, flags are acquired
         invalidating += instructions[i + 2].startswith("buffer_inv sc0 sc1") and "vmcnt(0)" in instructions[i + 1]
-    assert invalidating >= len(polls) // 2
+    assert invalidating >= (2 if "words" in case else len(polls) // 2)  # words are loaded in the same way
     data = re.compile(r"(buffer|global|flat)_store_(short|dwordx[24])")
     for i in raised:
         assert any(line.startswith("buffer_wbl2 sc0 sc1") for line in instructions[i - 3 : i]), instructions[i - 3 : i + 1]
@@ -413,7 +459,7 @@ def test_flags_in_amdgcn(case, target):
         assert waits and min(waits) <= len(later), instructions[stored : i + 1]
 
 
-@pytest.mark.parametrize("case", [case for case in FLAGS if "ragged" not in case and "fp32" not in case])
+@pytest.mark.parametrize("case", [case for case in FLAGS if not re.search("ragged|fp32|words", case)])
 def test_stores_to_peers_are_16_bytes_wide(case):
     ptx = compiled(case, "sm_90")["ptx"]
     widths = set(re.findall(r"st\.global\.([a-z0-9.]+)", ptx))

@@ -161,6 +161,32 @@ after_launch(GROUP)""",
     )
 
 
+def test_matmul_all_reduce_in_slices(group):
+    """More than 512 KiB and at most 256 rows."""
+
+    def fn(x, weight, residual):
+        return all_reduce(x @ weight, "avg", group) + residual
+
+    code = generated(fn, torch.randn(200, 64), torch.randn(64, 704), torch.randn(200, 704))
+    (kernel,) = kernels(code)
+    assert not outside(code)
+    assert_expected_inline(
+        epilogue(kernel),
+        """\
+        xindex = idx_n + 704*idx_m
+            tmp0 = tl.load(in_ptr3 + (tl.broadcast_to(xindex, [BLOCK_M, BLOCK_N // PIECES])), mask)
+            tmp1 = part + tmp0
+            tl.store(out_ptr1 + (tl.broadcast_to(xindex, [BLOCK_M, BLOCK_N // PIECES])), tmp1, mask)""",
+    )
+    assert_expected_inline(
+        launches(code, group),
+        """\
+launch_context(cpu, GROUP, 1441792, 352, 'matmul_all_reduce_sliced(x [200, *], weight [*, 704], torch.float32, avg, hops=0)')
+kernel 0
+after_launch(GROUP)""",
+    )
+
+
 def test_kernels_of_one_group_keep_their_order(group):
     """Branches that do not depend on each other: launched in one order, the context right before each launch."""
 

@@ -21,6 +21,7 @@ from torch_triton_dist.backends import cpu
 from torch_triton_dist.kernels import all_gather_matmul as ag_mm
 from torch_triton_dist.kernels import all_gather_matmul_small as ag_small
 from torch_triton_dist.kernels import matmul_all_reduce as mm_ar
+from torch_triton_dist.kernels import matmul_all_reduce_sliced as ar_sliced
 from torch_triton_dist.kernels import matmul_reduce_scatter as mm_rs
 from torch_triton_dist.kernels import tiles as tile_shapes
 from torch_triton_dist.kernels.matmul_tile import swizzle
@@ -89,7 +90,8 @@ def test_reduce_scatter(world, rows, n, k, dtype, device, staged):
 @many
 @given(**shapes, two_shot=st.sampled_from([None, True, False]))
 def test_all_reduce(world, rows, n, k, dtype, device, two_shot):
-    plan = mm_ar.plan(rows, n, k, world, dtype, reduce_op="avg", bias_dims=0, device=device, two_shot=two_shot, small=False)
+    forced = {"two_shot": two_shot, "small": False, "sliced": False}
+    plan = mm_ar.plan(rows, n, k, world, dtype, reduce_op="avg", bias_dims=0, device=device, **forced)
     c = plan.constants
     check_even(plan, rows, n, k)
     tile_elements = c["BLOCK_M"] * c["BLOCK_N"]
@@ -128,6 +130,56 @@ def test_small_all_reduce(world, rows, n, k, dtype, device):
         assert 16 * 16 // c["NUMBERS"] >= 32 * narrow.num_warps
     chosen = mm_ar.plan(rows, n, k, world, dtype, reduce_op="sum", bias_dims=0, device=device)
     assert (chosen.constants == c) == (rows * n * dtype.itemsize <= mm_ar.SMALL_BYTES)
+
+
+@many
+@given(**shapes, hops=st.integers(0, 2))
+def test_sliced_all_reduce(world, rows, n, k, dtype, device, hops):
+    plan = mm_ar.plan(rows, n, k, world, dtype, reduce_op="sum", bias_dims=0, device=device, sliced=True, hops=hops)
+    c = plan.constants
+    assert plan.kernel == ar_sliced.NAME
+    check_even(plan, rows, n, k)
+    height, width, r = c["BLOCK_M"], c["BLOCK_N"], c["R"]
+    # Every row of a tile that x has is in one slice, and in one row of the slot of its rank.
+    used = min(rows, height)
+    places = [(row // r, row % r) for row in range(used)]
+    assert len(set(places)) == used and all(owner < world for owner, _ in places) and r <= c["BLOCK_R"]
+    assert c["BLOCK_R"] < 2 * r or (hops == 2 and device.type == "cuda")
+    assert width % c["PIECES"] == 0 and width // c["PIECES"] >= 16
+    words = width // c["NUMBERS"]
+    assert c["NUMBERS"] * dtype.itemsize == 4 and (c["EVEN_N"] == (n % width == 0))
+    assert (c["PARTIAL_WIDTH"], c["REDUCED_WIDTH"]) == (words if hops == 2 else width, words if hops else width)
+    if device.type == "cuda" and hops:  # every thread has a word, or threads could part
+        assert height * words // c["PIECES"] >= 32 * plan.num_warps >= 32
+        assert hops == 1 or c["BLOCK_R"] * words >= 32 * plan.num_warps
+    tiles = cdiv(rows, height) * cdiv(n, width)
+    sums = tiles * height * c["REDUCED_WIDTH"]  # as many numbers or words
+    products = [(tile * world + rank) * r * c["PARTIAL_WIDTH"] for tile in range(tiles) for rank in range(world)]
+    end = products[-1] + r * c["PARTIAL_WIDTH"]
+    if hops == 2:
+        assert plan.nflags == sums + end and plan.nbytes == 0
+    elif hops == 1:
+        assert plan.nflags == sums + tiles * world
+        check_slots(plan, [(start, r * width) for start in products], list(range(plan.nflags)), dtype.itemsize)
+    else:
+        assert plan.nflags == 2 * tiles * world
+        check_slots(plan, [*((start, r * width) for start in products), (end, sums)], list(range(plan.nflags)), dtype.itemsize)
+
+
+@many
+@given(**shapes)
+def test_when_all_reduce_takes_slices(world, rows, n, k, dtype, device):
+    """Where it took two-shot otherwise: more bytes than one-shot is for, more than two ranks, few rows, one tile a program."""
+    common = {"reduce_op": "sum", "bias_dims": 0, "device": device}
+    plan = mm_ar.plan(rows, n, k, world, dtype, **common)
+    tiles = cdiv(rows, plan.constants["BLOCK_M"]) * cdiv(n, plan.constants["BLOCK_N"])
+    large = rows * n * dtype.itemsize > mm_ar.TWO_SHOT_BYTES and world > 2
+    assert (plan.kernel == ar_sliced.NAME) == (large and rows <= mm_ar.SLICED_ROWS and tiles <= tile_shapes.PROCESSORS)
+    for m, ranks, kernel in ((64, 4, ar_sliced), (256, 8, ar_sliced), (257, 4, mm_ar), (128, 2, mm_ar), (32, 4, mm_ar)):
+        gpu = mm_ar.plan(m, 8192, k, ranks, torch.bfloat16, reduce_op="sum", bias_dims=0, device=DEVICES[1])
+        assert gpu.kernel == kernel.NAME, (m, ranks)
+    for forced in ({"two_shot": True}, {"two_shot": False}, {"sliced": False}, {"small": True} if rows <= 16 else {"sliced": False}):
+        assert mm_ar.plan(rows, n, k, world, dtype, **common, **forced).kernel != ar_sliced.NAME
 
 
 @many
@@ -193,7 +245,7 @@ def test_claims_reach_every_tile_once(world, rows, n, k, dtype, device, steps, t
     """Every rank sends its product of each tile of the others, sums each of its own, and copies each sum of the others."""
     scatter = mm_rs.plan(world * rows, n, k, world, dtype, inner=rows, reduce_op="sum", bias_dims=0, device=device, small=False)
     reduce = mm_ar.plan(
-        steps * rows, n, k, world, dtype, reduce_op="sum", bias_dims=0, device=device, two_shot=two_shot, small=False
+        steps * rows, n, k, world, dtype, reduce_op="sum", bias_dims=0, device=device, two_shot=two_shot, small=False, sliced=False
     )
     for plan, height in ((scatter, rows), (reduce, steps * rows)):
         c = plan.constants
@@ -245,7 +297,11 @@ def test_what_ranks_share_does_not_depend_on_what_they_do_not(world, rows, n, k,
     def scattered(depth, form=""):
         return mm_rs.plan(world * rows, n, depth, world, dtype, inner=rows, reduce_op="sum", bias_dims=0, device=device, tma=form)
 
-    for plan in (reduced, scattered):
+    def sliced(depth, form=""):
+        hops = (rows + n) % 3
+        return mm_ar.plan(rows, n, depth, world, dtype, reduce_op="sum", bias_dims=0, device=device, tma=form, sliced=True, hops=hops)
+
+    for plan in (reduced, scattered, sliced):
         local = ("BLOCK_K", "EVEN", "TMA", "B_ROWS", "SLICE")
         assert shared(plan(k), *local) == shared(plan(max(1, other), tma), *local)
         assert {"BLOCK_M", "BLOCK_N", "SIGNATURE"} <= shared(plan(k), *local)[3].keys()
@@ -266,9 +322,15 @@ def test_signatures_tell_problems_apart():
         plan = ag_mm.plan(rows, 512, k, 4, dtype, inner=inner, has_bias=False, gather=False, device=gpu)
         return plan.constants["SIGNATURE"]
 
+    def slices(m=128, n=8192, op="sum", dtype=torch.bfloat16, **forced):
+        plan = mm_ar.plan(m, n, 64, 4, dtype, reduce_op=op, bias_dims=0, device=gpu, **forced)
+        return plan.constants["SIGNATURE"]
+
     fp16 = torch.float16
     codes = [scatter(), scatter(m=2048), scatter(n=1024), scatter(inner=128), scatter(op="avg"), scatter(dtype=fp16)]
     codes += [reduce(), reduce(m=2048), reduce(n=1024), reduce(op="avg"), reduce(dtype=fp16), reduce(two_shot=False)]
+    codes += [slices(), slices(m=129), slices(n=8191), slices(op="avg"), slices(dtype=fp16)]
+    codes += [slices(hops=1), slices(hops=2), slices(two_shot=True)]
     codes += [gather(), gather(rows=512, inner=512), gather(k=128), gather(inner=128), gather(dtype=fp16)]
     assert len(set(codes)) == len(codes)
 

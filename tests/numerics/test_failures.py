@@ -17,9 +17,13 @@ import torch_triton_dist as ttd
 from tests.numerics.common import world_group
 from tests.ranks import Exited, run_ranks
 from torch_triton_dist import runtime
+from torch_triton_dist.kernels import matmul_all_reduce as mm_ar
+from torch_triton_dist.ops import group_size
 from torch_triton_dist.runtime import layout
 
 QUICK = 5.0  # seconds; a dead process on the same host is noticed in far less
+SLICED = "matmul_all_reduce_sliced"
+WORDS = "matmul_all_reduce_sliced in words"
 
 
 def fused_op(op: str, group: str, rows: int = 32) -> torch.Tensor:
@@ -28,11 +32,18 @@ def fused_op(op: str, group: str, rows: int = 32) -> torch.Tensor:
 
     ops = torch.ops.torch_triton_dist
     x, weight = torch.ones(rows, 16), torch.ones(16, 48)
+    if op in (SLICED, WORDS):
+        return mm_ar.run(x, weight, "sum", group, group_size(group), None, sliced=True, hops=2 if op == WORDS else 0)
     if op == "all_gather_matmul":
         return ops.all_gather_matmul(x, [weight], 0, group, bias=[])[0][0]
     if op == "matmul_reduce_scatter":
         return ops.matmul_reduce_scatter(x, weight, 0, "sum", group)
     return ops.matmul_all_reduce(x, weight, "sum", group)
+
+
+def kernel_of(op: str) -> str:
+    """What an error calls it."""
+    return "matmul_all_reduce" if op in (SLICED, WORDS) else op
 
 
 def error_of(call, *args) -> ttd.DistributedKernelError:
@@ -69,6 +80,8 @@ def dies_between_two_ops(rank: int, world: int, how: str, op: str, rows: int) ->
         ("_exit", "all_gather_matmul", 32),
         ("SIGKILL", "matmul_all_reduce", 32),
         ("SIGKILL", "matmul_all_reduce", 8),  # packed words
+        ("SIGKILL", SLICED, 100),
+        ("SIGKILL", WORDS, 100),
     ],
 )
 def test_a_rank_that_dies_between_two_ops(how, op, rows):
@@ -77,8 +90,8 @@ def test_a_rank_that_dies_between_two_ops(how, op, rows):
     assert values[1] == Exited({"raise": 1, "_exit": 3, "SIGKILL": -signal.SIGKILL}[how])
     for rank in (0, 2, 3):
         text, kernel, peer, seconds = values[rank]
-        assert kernel == op and peer == 1, text
-        assert re.search(rf"{op} gave up: rank 1 has exited \(process \d+\)", text), text
+        assert kernel == kernel_of(op) and peer == 1, text
+        assert re.search(rf"{kernel_of(op)} gave up: rank 1 has exited \(process \d+\)", text), text
         assert "restart the job" in text
         assert 0.3 < seconds < QUICK
     assert set(os.listdir("/dev/shm")) <= before
@@ -144,12 +157,19 @@ def sleeps(rank: int, world: int, op: str, rows: int) -> list:
 
 @pytest.mark.parametrize(
     ("op", "rows"),
-    [("all_gather_matmul", 32), ("matmul_reduce_scatter", 32), ("matmul_all_reduce", 32), ("matmul_all_reduce", 8)],
+    [
+        ("all_gather_matmul", 32),
+        ("matmul_reduce_scatter", 32),
+        ("matmul_all_reduce", 32),
+        ("matmul_all_reduce", 8),
+        (SLICED, 100),
+        (WORDS, 100),
+    ],
 )
 def test_deadline_then_reset(ranks2, op, rows):
     (text, kernel, reason, seconds, again, values, closed), late = ranks2.run(sleeps, op, rows)
     assert closed
-    assert (kernel, reason) == (op, "deadline") and 1.9 < seconds < QUICK
+    assert (kernel, reason) == (kernel_of(op), "deadline") and 1.9 < seconds < QUICK
     assert "rank 1" in text and "deadline of 2" in text and "torch_triton_dist.reset(group)" in text, text
     assert "cannot be used since an earlier error" in again
     # The rank that came too late hears who gave up, without waiting for its own deadline.
@@ -192,12 +212,12 @@ def other_shapes(rank: int, world: int, op: str, seen: tuple[int, ...], rows: tu
         pytest.param((8, 32), (32, 8), id="neither is new, few rows and more"),
     ],
 )
-@pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"])
+@pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", SLICED, WORDS])
 def test_ranks_that_run_different_shapes(ranks2, op, seen, rows):
     for text, reason, seconds, values in ranks2.run(other_shapes, op, seen, rows):
         assert "the ranks run different kernels" in text and reason in ("mismatch", "aborted"), text
         for rank in (0, 1):
-            assert re.search(rf"on rank {rank}: {op}(_small)?\([a-z]+ \[{rows[rank]}, ", text), text
+            assert re.search(rf"on rank {rank}: {op.split()[0]}(_small)?\([a-z]+ \[{rows[rank]}, ", text), text
         assert seconds < QUICK
         assert values == [16.0 if op == "all_gather_matmul" else 32.0]
 

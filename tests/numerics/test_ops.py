@@ -36,9 +36,12 @@ class Case:
     dtype: torch.dtype = torch.float32
     two_shot: bool = False
     staged: bool = False
+    sliced: bool = False
+    hops: int = 0  # of the sliced form that go in words
 
     def __str__(self) -> str:
-        details = [self.reduce_op] * (self.op != AG) + ["bias"] * any(self.biases) + ["two_shot"] * self.two_shot + ["staged"] * self.staged
+        details = [self.reduce_op] * (self.op != AG) + ["bias"] * any(self.biases) + ["two_shot"] * self.two_shot
+        details += ["staged"] * self.staged + ["sliced"] * self.sliced + ["words", "all_words"][: self.hops]
         return "-".join([self.op, "x".join(map(str, self.shape)), f"dim{self.dim}", self.layout, *details])
 
 
@@ -68,6 +71,11 @@ CASES = [
     Case(AR, (2, 16, 64), (128,), layout="offset"),
     Case(AR, (3, 40, 40), (200,), layout="expanded", biases=(True,), two_shot=True),
     Case(AR, (128, 70), (128,), reduce_op="avg", two_shot=True),
+    Case(AR, (37, 70), (45,), biases=(True,), reduce_op="avg", sliced=True),
+    Case(AR, (2, 50, 300), (150,), layout="transposed", sliced=True),
+    Case(AR, (64, 70), (128,), biases=(True,), layout="strided", sliced=True),
+    Case(AR, (37, 70), (45,), biases=(True,), reduce_op="avg", sliced=True, hops=1),
+    Case(AR, (2, 50, 300), (151,), layout="transposed", sliced=True, hops=2),
 ]
 
 
@@ -103,17 +111,13 @@ def call(case: Case, x, weights, biases, group: str) -> list[torch.Tensor]:
         return [out.view(*x.shape[: case.dim], x.shape[case.dim] // world, *x.shape[case.dim + 1 : -1], out.shape[-1])]
     if case.op == RS:
         return [ops.matmul_reduce_scatter(x, weights[0], case.dim, case.reduce_op, group, bias=bias)]
-    limit = mm_ar.TWO_SHOT_BYTES
-    mm_ar.TWO_SHOT_BYTES = 0 if case.two_shot else limit
-    try:
-        if not case.two_shot or dist.get_world_size() > 2:
-            return [ops.matmul_all_reduce(x, weights[0], case.reduce_op, group, bias=bias)]
-        # Two ranks never choose it themselves.
+    if case.two_shot or case.sliced:  # whatever the size and the number of ranks
         rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-        out = mm_ar.run(rows, weights[0], case.reduce_op, group, 2, bias, two_shot=True)
+        rows_bias = bias if bias is None or bias.dim() == 1 else bias.reshape(rows.shape[0], -1)
+        form = {"two_shot": True} if case.two_shot else {"sliced": True, "hops": case.hops}
+        out = mm_ar.run(rows, weights[0], case.reduce_op, group, dist.get_world_size(), rows_bias, **form)
         return [out.view(*x.shape[:-1], out.shape[-1])]
-    finally:
-        mm_ar.TWO_SHOT_BYTES = limit
+    return [ops.matmul_all_reduce(x, weights[0], case.reduce_op, group, bias=bias)]
 
 
 def unfused(case: Case, x, weights, biases, group: str) -> list[torch.Tensor]:
@@ -185,6 +189,7 @@ def test_more_ranks(world):
     many_and_few = [
         *(Case(op, (rows, 96), (80,), biases=(True,)) for op in (AG, RS) for rows in (33, 2)),
         *(Case(AR, (rows, 96), (80,), two_shot=rows > 100) for rows in (130, 5)),
+        *(Case(AR, (rows, 96), (80,), dtype=DTYPES[hops], sliced=True, hops=hops) for hops, rows in enumerate((7, 130, 41))),
     ]
     with RankPool(world) as pool:
         for case in many_and_few:
@@ -200,7 +205,7 @@ def several_threads(rank: int, world: int, case: Case, num_programs: int) -> lis
 
 
 @pytest.mark.parametrize("num_programs", [1, 3, 200])
-@pytest.mark.parametrize("case", [CASES[index] for index in (1, 6, 9, 13, 15, 18)], ids=str)
+@pytest.mark.parametrize("case", [CASES[index] for index in (1, 6, 9, 13, 15, 18, -4, -1)], ids=str)
 def test_any_number_of_programs(ranks2, case, num_programs):
     """One program does everything; three share it on three threads; 200 are more than there is to do, and most find nothing."""
     by_rank = ranks2.run(several_threads, case, num_programs)
@@ -208,21 +213,23 @@ def test_any_number_of_programs(ranks2, case, num_programs):
         check_accuracy([of_rank[output] for of_rank in by_rank], case.dtype, f"{case}, output {output}")
 
 
-def two_shot_by_size(rank: int, world: int) -> tuple[list, list[bool]]:
+def two_shot_by_size(rank: int, world: int) -> tuple[list, list[str]]:
     """520 x 520 fp32 is just above the size at which four ranks take the two-shot algorithm by themselves, 32 x 520 is below, and 16 x 520
-    goes in packed words."""
+    goes in packed words. 256 x 520 of more than 512 KiB goes in slices."""
     chosen = []
     real = mm_ar.plan
 
     def plan(*args, **kwargs):
-        chosen.append(real(*args, **kwargs).constants.get("TWO_SHOT"))
-        return real(*args, **kwargs)
+        plan = real(*args, **kwargs)
+        chosen.append(f"{plan.kernel} {plan.constants.get('TWO_SHOT', '')}".strip())
+        return plan
 
     mm_ar.plan = plan
     try:
         found = run_case(rank, world, Case(AR, (520, 16), (520,)))
         run_case(rank, world, Case(AR, (32, 16), (520,)))
         run_case(rank, world, Case(AR, (16, 16), (520,)))
+        found += run_case(rank, world, Case(AR, (256, 16), (520,)))
     finally:
         mm_ar.plan = real
     return found, chosen
@@ -230,8 +237,10 @@ def two_shot_by_size(rank: int, world: int) -> tuple[list, list[bool]]:
 
 def test_two_shot_by_size(ranks4):
     answers = ranks4.run(two_shot_by_size)
-    check_accuracy([found[0] for found, _ in answers], torch.float32, "520 x 520")
-    assert [chosen for _, chosen in answers] == [[True, True, False, False, None, None]] * 4
+    for index, what in enumerate(("520 x 520", "256 x 520")):
+        check_accuracy([found[index] for found, _ in answers], torch.float32, what)
+    expected = [f"{mm_ar.NAME} True", f"{mm_ar.NAME} False", f"{mm_ar.NAME}_small", f"{mm_ar.NAME}_sliced"]
+    assert [chosen for _, chosen in answers] == [[name for name in expected for _ in range(2)]] * 4
 
 
 def bias_of_full_size(rank: int, world: int, case: Case) -> list:
@@ -242,10 +251,10 @@ def bias_of_full_size(rank: int, world: int, case: Case) -> list:
     return errors(exact(case, x, weights, [bias], rank, world)[0], ours, theirs)
 
 
-@pytest.mark.parametrize("op", [RS, AR])
+@pytest.mark.parametrize(("op", "sliced"), [(RS, False), (AR, False), (AR, True)])
 @pytest.mark.parametrize("layout", ["plain", "transposed"])
-def test_bias_of_full_size(ranks, op, layout):
-    case = Case(op, (2, 10, 33), (45,), dim=1, biases=(True,), layout=layout, dtype=torch.bfloat16)
+def test_bias_of_full_size(ranks, op, layout, sliced):
+    case = Case(op, (2, 10, 33), (45,), dim=1, biases=(True,), layout=layout, dtype=torch.bfloat16, sliced=sliced)
     check_accuracy(ranks.run(bias_of_full_size, case), case.dtype, str(case))
 
 
@@ -275,10 +284,10 @@ def test_columns_may_differ(ranks2, ranks4, widths):
     )
 
 
-def uneven_depth(rank: int, world: int, op: str, depths: tuple[int, ...], two_shot: bool) -> list:
+def uneven_depth(rank: int, world: int, op: str, depths: tuple[int, ...], form: str) -> list:
     """x @ weight with another depth on each rank: a rank with none contributes zeros, or its bias."""
     k = depths[rank]
-    case = Case(op, (2, 16, k), (48,), dim=1, biases=(True,), two_shot=two_shot)
+    case = Case(op, (2, 16, k), (48,), dim=1, biases=(True,), two_shot=form == "two_shot", sliced=form == "sliced")
     found = []
     for step in range(3):
         x = numbers(rank, 2, 16 * (world if op == RS else 1), k, dtype=torch.float32, seed=step)
@@ -288,10 +297,10 @@ def uneven_depth(rank: int, world: int, op: str, depths: tuple[int, ...], two_sh
     return [[sum(step[i][j] for step in found) for j in (0, 1)] for i in (0, 1)]
 
 
-@pytest.mark.parametrize(("op", "two_shot"), [(RS, False), (AR, False), (AR, True)])
+@pytest.mark.parametrize(("op", "form"), [(RS, ""), (AR, ""), (AR, "two_shot"), (AR, "sliced")])
 @pytest.mark.parametrize("depths", [(33, 0), (30, 30, 10, 0)], ids=str)
-def test_depth_may_differ(ranks2, ranks4, op, depths, two_shot):
-    by_rank = (ranks2 if len(depths) == 2 else ranks4).run(uneven_depth, op, depths, two_shot)
+def test_depth_may_differ(ranks2, ranks4, op, depths, form):
+    by_rank = (ranks2 if len(depths) == 2 else ranks4).run(uneven_depth, op, depths, form)
     check_accuracy(by_rank, torch.float32, f"{op} {depths}")
 
 
@@ -416,6 +425,7 @@ def words_among_flags(rank: int, world: int, launches: int) -> list:
         Case(AR, (16, 33), (201,)),
         Case(RS, (37, 70), (45,)),
         Case(AR, (40, 40), (200,), two_shot=True),
+        *(Case(AR, (50, 40), (200,), sliced=True, hops=hops) for hops in (1, 0, 2)),
         Case(AG, (20, 1100), (70,)),
     ]
     results: dict[Case, list[torch.Tensor]] = {}

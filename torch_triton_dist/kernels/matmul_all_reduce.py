@@ -37,7 +37,7 @@ from __future__ import annotations
 
 import torch
 
-from . import matmul_all_reduce_small
+from . import matmul_all_reduce_sliced, matmul_all_reduce_small
 from .template import Plan, align, cdiv, grid_programs, input_precision, launch, triton_dtype
 from .tiles import PROCESSORS, TMA_ROWS, Tile, choose_tile, few_rows_tile, pieces_of, share_of_round, tma_form_of
 
@@ -47,6 +47,8 @@ KERNEL_ID = 3
 # Rows, and bytes of the result, up to which `matmul_all_reduce_small` is faster.
 SMALL_ROWS = 16
 SMALL_BYTES = 1 << 17
+# Rows up to which `matmul_all_reduce_sliced` takes the place of two-shot, if no program has a second tile: nothing hides its waits.
+SLICED_ROWS = 256
 
 SOURCE = r"""
 {{def_kernel(*INPUTS)}}
@@ -219,12 +221,15 @@ def plan(
     tma: str = "",
     tile: Tile | None = None,
     small: bool | None = None,
+    sliced: bool | None = None,
+    hops: int | None = None,
 ) -> Plan:
     """Plan for x [m, k] @ weight [k, n] (k per rank) over `world` ranks. two_shot forces the algorithm (None: by size); tma: see
-    `tma_form`; tile: another one than `choose_tile`'s, the same on all ranks; small: whether it is a plan for
-    `matmul_all_reduce_small` (None: by the rows)."""
+    `tma_form`; tile: another one than `choose_tile`'s, the same on all ranks; small, sliced: whether it is a plan for
+    `matmul_all_reduce_small`, `matmul_all_reduce_sliced` (None: by rows, bytes and tiles); hops: see `matmul_all_reduce_sliced.plan`."""
+    free = two_shot is None and not sliced and hops is None  # to choose the packed words
     if small is None:
-        small = m <= SMALL_ROWS and m * n * dtype.itemsize <= SMALL_BYTES and two_shot is None and (tile is None or m <= tile.m)
+        small = m <= SMALL_ROWS and m * n * dtype.itemsize <= SMALL_BYTES and free and (tile is None or m <= tile.m)
     if small:
         return matmul_all_reduce_small.plan(
             m, n, k, world, dtype, reduce_op=reduce_op, bias_dims=bias_dims, device=device, tile=tile
@@ -234,6 +239,14 @@ def plan(
     tile = tile or choose_tile(m, m, n, k, dtype, device.type)
     tma = tma if tile.m >= TMA_ROWS else ""
     tiles = cdiv(m, tile.m) * cdiv(n, tile.n)
+    if sliced is None:
+        large = world > 2 and m * n * dtype.itemsize > TWO_SHOT_BYTES
+        sliced = two_shot is None and large and m <= SLICED_ROWS and tiles <= PROCESSORS
+    if sliced:
+        return matmul_all_reduce_sliced.plan(
+            m, n, k, world, dtype, reduce_op=reduce_op, bias_dims=bias_dims, device=device, tile=tile, hops=hops
+        )
+    assert hops is None, "hops are those of the sliced form, which this plan is not for"
     if two_shot is None:
         two_shot = m * n * dtype.itemsize > TWO_SHOT_BYTES and (world > 2 or tiles > PROCESSORS)
     two_shot = two_shot and tiles >= world  # every rank has to own a tile, see the module's docstring
@@ -283,6 +296,8 @@ def run(
     two_shot: bool | None = None,
     tile: Tile | None = None,
     small: bool | None = None,
+    sliced: bool | None = None,
+    hops: int | None = None,
 ) -> torch.Tensor:
     """Eager launch. x [M, K], weight [K, N], bias [N] or [M, N] or None; returns [M, N]."""
     (m, k), n = x.shape, weight.shape[1]
@@ -300,13 +315,15 @@ def run(
         tma=tma_form_of(x, weight),
         tile=tile,
         small=small,
+        sliced=sliced,
+        hops=hops,
     )
     out = x.new_empty((m, n))
     tensors = {"A": x, "B": weight, "OUT": out}
     if bias is not None:
         tensors["BIAS"] = bias
-    source = SOURCE if chosen.kernel == NAME else matmul_all_reduce_small.SOURCE
-    launch(chosen, source, tensors, group, inputs(bias is not None))
+    sources = {module.NAME: module.SOURCE for module in (matmul_all_reduce_sliced, matmul_all_reduce_small)} | {NAME: SOURCE}
+    launch(chosen, sources[chosen.kernel], tensors, group, inputs(bias is not None))
     return out
 
 

@@ -13,6 +13,7 @@ every rank and every group. Under `torch_triton_dist.jit` nobody writes `ctx`: t
 | `notify(ptr, rank, signal, ctx=)` | make this program's stores visible, then raise a flag of `rank` |
 | `launch_number`, `flags`, `heap` | number of this launch, and its half of the flags and of the data |
 | `notify_all`, `wait_all`, `wait_peers` | raise a flag at all ranks, wait for flags of all ranks or of all others, at once |
+| `wait_all_or_close` | `wait_all` that may come behind an early `leave`, and says whether the group is sound |
 | `count_stored` | count that this program has stored its part; the last one speaks for all of this rank |
 | `stamp`, `wait_stamp` | value of the flags of this launch, which names what runs; spin until a peer has raised one |
 | `first_claim`, `claim`, `claimed`, `leave`, `alive` | next tile to work on; end of a program; whether the group is sound |
@@ -47,6 +48,7 @@ from .core import (
     symm_at,
     wait,
     wait_all,
+    wait_all_or_close,
     wait_peers,
     wait_stamp,
 )
@@ -83,6 +85,7 @@ __all__ = [
     "vector",
     "wait",
     "wait_all",
+    "wait_all_or_close",
     "wait_peers",
     "wait_stamp",
     "zeros_vector",

@@ -539,6 +539,23 @@ def wait_all(flags, stamp, kernel: tl.constexpr, WORLD: tl.constexpr, COUNT: tl.
 
 
 @triton.jit
+def wait_all_or_close(flags, stamp, kernel: tl.constexpr, WORLD: tl.constexpr, ctx=None):
+    """`wait_all` for WORLD flags, also behind `leave(early=True)`. Returns a token, and whether the group is sound, int1, as `alive`, but
+    without another look at the memory where all flags have come soon."""
+    missing, token = look(flags, stamp, WORLD, POLLS)
+    sound = tl.full((), 1, tl.int1)
+    if missing != 0:
+        me = tl.load(ctx + RANK).to(tl.int32)
+        for i in range(WORLD):  # as in `wait_all`
+            peer = (me + 1 + i) % WORLD
+            token += wait_stamp(flags + peer, stamp, kernel, peer, ctx=ctx)
+        sound = alive(ctx)
+        if not sound:
+            close(ctx)
+    return token, sound
+
+
+@triton.jit
 def wait_peers(flags, stamp, kernel: tl.constexpr, WORLD: tl.constexpr, ctx=None):
     """`wait_stamp` for WORLD - 1 consecutive flags, the j-th of which rank me - 1 - j raises."""
     missing, token = look(flags, stamp, WORLD - 1, POLLS)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .core import POLLS, RANK, SIGNATURE_BITS, _give_up, close, now, on_hip, pause, why_stop
+from .core import POLLS, RANK, SIGNATURE_BITS, _give_up, alive, close, now, on_hip, pause, why_stop
 
 
 @triton.jit
@@ -64,26 +64,32 @@ def look(words, mask, mark):
 
 
 @triton.jit
-def _wait_slowly(words, stride, mask, stamp, kernel: tl.constexpr, WORLD: tl.constexpr, ctx):
-    """Waits until the words of every rank are there, or gives up and says for whom it waited."""
-    me = tl.load(ctx + RANK).to(tl.int32)
+def _wait_for(words, mask, index, stamp, kernel: tl.constexpr, peer, ctx):
+    """Waits until the words of `peer` are there, or gives up and says for whom it waited. index: a word's, for the error message."""
     mark = tag(stamp)
+    start = now(ctx)
+    polls = 0
+    missing = tl.full((), 1, tl.int32)
+    reason = tl.full((), 0, tl.int32)
+    other = tl.full((), 0, tl.int64)
+    while (missing != 0) & (reason == 0):
+        seen = look(words, mask, mark)
+        missing = _any(seen >> 32 != mark)
+        polls += 1
+        if (missing != 0) & (polls % POLLS == 0):
+            reason, other = why_stop(stamp, True, peer, start, ctx)
+    if reason != 0:
+        _give_up(kernel, tl.cast(index, tl.int64), stamp, other, peer, reason, ctx)
+        close(ctx)
+
+
+@triton.jit
+def _wait_slowly(words, stride, mask, stamp, kernel: tl.constexpr, WORLD: tl.constexpr, ctx):
+    """Waits until the words of every rank are there, or gives up."""
+    me = tl.load(ctx + RANK).to(tl.int32)
     for i in range(1, WORLD + 1):  # the own words last: they may be missing because this rank waits for a peer, which is to be named
         peer = (me + i) % WORLD
-        start = now(ctx)
-        polls = 0
-        missing = tl.full((), 1, tl.int32)
-        reason = tl.full((), 0, tl.int32)
-        other = tl.full((), 0, tl.int64)
-        while (missing != 0) & (reason == 0):
-            seen = look(words + peer * stride, mask, mark)
-            missing = _any(seen >> 32 != mark)
-            polls += 1
-            if (missing != 0) & (polls % POLLS == 0):
-                reason, other = why_stop(stamp, True, peer, start, ctx)
-        if reason != 0:
-            _give_up(kernel, tl.cast(peer * stride, tl.int64), stamp, other, peer, reason, ctx)
-            close(ctx)
+        _wait_for(words + peer * stride, mask, peer * stride, stamp, kernel, peer, ctx)
 
 
 @triton.jit
@@ -104,15 +110,20 @@ def sum_of_ranks(
     DTYPE: tl.constexpr,
     WORLD: tl.constexpr,
     ctx=None,
+    TELL: tl.constexpr = False,
 ):
     """fp32 [BLOCK_M, BLOCK_N]: the sum of what all ranks have sent in the words at `words` + rank * `stride`, added in the order of ranks,
-    as soon as all have come. mask: of the words. Ends early, like `dl.wait`, when the group gives up."""
+    as soon as all have come. mask: of the words. Ends early, like `dl.wait`, when the group gives up; with TELL it also returns whether
+    the group is sound, int1."""
     mark = tag(stamp)
     total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    sound = tl.full((), 1, tl.int1)
     looks = 0
     while looks <= POLLS:
         if looks == POLLS:
             _wait_slowly(words, stride, mask, stamp, kernel, WORLD, ctx)
+            if TELL:
+                sound = alive(ctx)
         total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         foreign = tl.zeros(words.shape, dtype=tl.int1)
         for source in tl.static_range(WORLD):
@@ -120,4 +131,36 @@ def sum_of_ranks(
             foreign |= seen >> 32 != mark
             total += unpack(seen, BLOCK_M, BLOCK_N, DTYPE)
         looks = tl.where(_any(foreign) == 0, POLLS + 1, looks + 1)
-    return total
+    if TELL:
+        return total, sound
+    else:
+        return total
+
+
+@triton.jit
+def rows_of_ranks(
+    words,
+    owners,
+    mask,
+    stamp,
+    kernel: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    DTYPE: tl.constexpr,
+    WORLD: tl.constexpr,
+    ctx=None,
+):
+    """fp32 [BLOCK_M, BLOCK_N]: what the words at `words` hold, as soon as all have come. owners: [BLOCK_M, 1], the rank that sends each
+    row. mask: of the words. Ends early, like `dl.wait`, when the group gives up."""
+    mark = tag(stamp)
+    seen = tl.zeros(words.shape, dtype=tl.int64)
+    looks = 0
+    while looks <= POLLS:
+        if looks == POLLS:
+            me = tl.load(ctx + RANK).to(tl.int32)
+            for i in range(1, WORLD + 1):  # as in `_wait_slowly`
+                peer = (me + i) % WORLD
+                _wait_for(words, mask & (owners == peer), peer, stamp, kernel, peer, ctx)
+        seen = look(words, mask, mark)
+        looks = tl.where(_any(seen >> 32 != mark) == 0, POLLS + 1, looks + 1)
+    return unpack(seen, BLOCK_M, BLOCK_N, DTYPE)

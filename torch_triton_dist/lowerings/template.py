@@ -19,6 +19,7 @@ from ..kernels import (
     all_gather_matmul,
     all_gather_matmul_small,
     matmul_all_reduce,
+    matmul_all_reduce_sliced,
     matmul_all_reduce_small,
     matmul_reduce_scatter,
     matmul_reduce_scatter_small,
@@ -80,6 +81,7 @@ _TEMPLATES = {
         matmul_reduce_scatter,
         matmul_reduce_scatter_small,
         matmul_all_reduce,
+        matmul_all_reduce_sliced,
         matmul_all_reduce_small,
     )
 }

@@ -69,6 +69,12 @@ def _ops_against_float64(rank, world, dtype):
                 assert torch.equal(gathered, whole)
                 worst.append(("all_gather", m, _relative(got, exact), _relative(expected, exact)))
                 assert _relative(got2, expected2) < 1e-2
+                for groups, splits in ((4, 1), (4, 2), (4, 4)) if dtype != torch.float32 and programs == 0 else ():
+                    got, gathered = all_gather_matmul.run(
+                        x, weight, m, name, world, bias, True, small=False, groups=groups, splits=splits
+                    )
+                    assert torch.equal(gathered, whole)
+                    worst.append((f"all_gather in {groups} groups, {splits} parts", m, _relative(got, exact), _relative(expected, exact)))
     return worst
 
 
@@ -85,7 +91,7 @@ def test_ops_are_as_exact_as_unfused(gpu_ranks, dtype):
 def _changing_inputs(rank, world, launches):
     """One slow rank, poisoned outputs: every launch is checked."""
     import torch_triton_dist.ops  # noqa: F401
-    from torch_triton_dist.kernels import matmul_all_reduce
+    from torch_triton_dist.kernels import all_gather_matmul, matmul_all_reduce
 
     ops, device, name = torch.ops.torch_triton_dist, rank_device(), _name()
     torch.manual_seed(0)
@@ -101,6 +107,10 @@ def _changing_inputs(rank, world, launches):
         rounded = weight.sign()
         exact = (whole.float() @ rounded.float())
         (got,), _ = ops.all_gather_matmul(whole.chunk(world)[rank], [rounded], 0, name, bias=[])
+        bad += (got.float() != exact.bfloat16().float()).sum()
+        got, _ = all_gather_matmul.run(
+            whole.chunk(world)[rank], rounded, 16, name, world, None, False, small=False, groups=2, splits=1 + launch % 2
+        )
         bad += (got.float() != exact.bfloat16().float()).sum()
         reduced = ops.matmul_all_reduce(whole, rounded, "avg", name)
         bad += (reduced.float() != exact.bfloat16().float()).sum()

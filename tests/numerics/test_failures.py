@@ -62,6 +62,7 @@ def dies_between_two_ops(rank: int, world: int, how: str, op: str, rows: int) ->
     return [str(error), error.kernel, error.peer, time.monotonic() - start]
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(
     ("how", "op", "rows"),
     [
@@ -111,6 +112,7 @@ def dies_in_a_compiled_graph(rank: int, world: int) -> list:
     ]
 
 
+@pytest.mark.alone
 def test_a_rank_that_is_killed_in_a_compiled_graph():
     values = run_ranks(dies_in_a_compiled_graph, 2, expect_exit=(1,), timeout=120)
     text, kernel, peer, seconds, counters = values[0]
@@ -142,6 +144,7 @@ def sleeps(rank: int, world: int, op: str, rows: int) -> list:
     return [str(error), error.kernel, error.reason, seconds, str(again), values, closed]
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(
     ("op", "rows"),
     [("all_gather_matmul", 32), ("matmul_reduce_scatter", 32), ("matmul_all_reduce", 32), ("matmul_all_reduce", 8)],
@@ -178,6 +181,7 @@ def other_shapes(rank: int, world: int, op: str, seen: tuple[int, ...], rows: tu
     return [str(error), error.reason, seconds, values]
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(
     ("seen", "rows"),
     [
@@ -202,6 +206,7 @@ def test_ranks_that_run_different_shapes(ranks2, op, seen, rows):
         assert values == [16.0 if op == "all_gather_matmul" else 32.0]
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"])
 def test_one_rank_of_four_runs_another_shape(ranks4, op):
     """Its flags are those of other ranks in the kernel that the others run; it is named all the same."""
@@ -230,6 +235,7 @@ def test_ranks_that_run_different_ops(ranks2):
         assert values == [32.0]
 
 
+@pytest.mark.alone
 def test_ranks_that_are_all_killed_leave_nothing():
     """SIGKILL of every rank in the middle: no name in /dev/shm, and a new run works."""
     before = set(os.listdir("/dev/shm"))

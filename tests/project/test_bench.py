@@ -73,6 +73,7 @@ def test_quick_run_writes_a_table(tmp_path):
         assert [row["op"] for row in csv.DictReader(file)] == [AG, RS, AR]
 
 
+@pytest.mark.alone
 def test_bad_variants_are_reported_and_left_out(tmp_path):
     (tmp_path / "bad.py").write_text(BAD, encoding="utf-8")
     done = bench("--quick", "--op=ag", "--timeout=12", f"--plugin={tmp_path}/bad.py", folder=tmp_path)

@@ -44,6 +44,7 @@ def different_signatures(rank: int, world: int, first: str | None) -> list:
         return [str(error), error.reason, error.peer, time.monotonic() - start]
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("first", [None, "matmul_all_reduce(x [9, 9])"], ids=["first launch", "later launch"])
 def test_ranks_that_run_different_kernels(ranks2, first):
     for rank, (text, reason, peer, seconds) in enumerate(ranks2.run(different_signatures, first)):
@@ -75,6 +76,7 @@ def deadline(rank: int, world: int) -> list:
         return [error, seconds, str(again), str(checked), values, table[layout.LAUNCH], table[layout.GENERATION]]
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("world", [2, 4])
 def test_deadline_then_reset(world, request):
     for rank, (error, seconds, again, checked, values, number, generation) in enumerate(
@@ -93,10 +95,11 @@ def test_deadline_then_reset(world, request):
 
 
 def missing_at_creation(rank: int, world: int) -> str:
-    with fresh_group() as group, config.patch(timeout_s=0.6):
+    with fresh_group() as group:
         texts = ""
         if rank == 0:
-            texts = str(error_of(launch, group, rank))
+            with config.patch(timeout_s=0.6):
+                texts = str(error_of(launch, group, rank))
         dist.barrier()
         runtime.reset(group)  # also on the rank that has not launched anything
         assert launch(group, rank) == [0, 1]
@@ -122,6 +125,7 @@ def killed_while_others_wait(rank: int, world: int) -> list | None:
     return [str(error), error.reason, error.peer, error.kernel, seconds, str(later), str(unresettable)]
 
 
+@pytest.mark.alone
 def test_a_killed_rank_is_noticed_at_once():
     values = run_ranks(killed_while_others_wait, 3, expect_exit=(1,))
     assert values[1] == Exited(-signal.SIGKILL)
@@ -246,6 +250,7 @@ def one_rank_has_no_memory(rank: int, world: int) -> list:
         return [str(error), seconds, launch(group, rank, nbytes=1 << 20, signature="kernel(larger)")]
 
 
+@pytest.mark.alone
 def test_memory_that_is_missing_on_one_rank(ranks2):
     for text, seconds, values in ranks2.run(one_rank_has_no_memory):
         assert "the symmetric heap wants" in text and "0 bytes are available" in text and seconds < 5
@@ -340,6 +345,7 @@ def shared_memory_bytes() -> int:
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith("Shmem:"))
 
 
+@pytest.mark.alone
 def test_nothing_stays_after_sigkill_of_all_ranks():
     before = shared_memory_bytes()
     names = set(os.listdir("/dev/shm"))

@@ -48,8 +48,6 @@ from torch_triton_dist.language.extra.language_extra import __syncthreads, atomi
 
 cpu.ensure_registered()
 
-pytestmark = pytest.mark.alone  # each rank takes a processor for itself
-
 LOCATIONS = 2048  # races of a program in a round
 LINE = tl.constexpr(8)  # words between two locations
 WORDS = tl.constexpr(8)  # of a message by the tensor memory accelerator

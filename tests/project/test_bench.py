@@ -73,10 +73,10 @@ def test_quick_run_writes_a_table(tmp_path):
         assert [row["op"] for row in csv.DictReader(file)] == [AG, RS, AR]
 
 
-@pytest.mark.alone
 def test_bad_variants_are_reported_and_left_out(tmp_path):
     (tmp_path / "bad.py").write_text(BAD, encoding="utf-8")
-    done = bench("--quick", "--op=ag", "--timeout=12", f"--plugin={tmp_path}/bad.py", folder=tmp_path)
+    # The limit ends the variant that hangs, and none that compiles beside other tests.
+    done = bench("--quick", "--op=ag", "--timeout=25", f"--plugin={tmp_path}/bad.py", folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     row = rows(tmp_path)[AG]
     assert set(row["us"]) == {"gemm", "nccl", "gemm+nccl", "ours", "struct"}

@@ -82,7 +82,6 @@ def kernels_seen_before(rank: int, world: int) -> list:
         return [str(error), error.reason, seconds, str(again), launch(group, rank, signature=SECOND)]
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("world", [2, 4])
 def test_kernels_that_all_ranks_have_run_before(world, request):
     pool = request.getfixturevalue(f"ranks{world}")
@@ -136,7 +135,6 @@ def growth_on_one_rank(rank: int, world: int, late: int) -> list:
         return [str(error), error.reason, seconds, launch(group, rank, nbytes=LARGE, signature=SECOND)]
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("late", [0, 1])
 def test_a_rank_that_grows_the_heap_for_a_kernel_that_the_others_do_not_run(ranks4, late):
     for rank, (text, reason, seconds, values) in enumerate(ranks4.run(growth_on_one_rank, late)):

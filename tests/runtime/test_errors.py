@@ -44,7 +44,6 @@ def different_signatures(rank: int, world: int, first: str | None) -> list:
         return [str(error), error.reason, error.peer, time.monotonic() - start]
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("first", [None, "matmul_all_reduce(x [9, 9])"], ids=["first launch", "later launch"])
 def test_ranks_that_run_different_kernels(ranks2, first):
     for rank, (text, reason, peer, seconds) in enumerate(ranks2.run(different_signatures, first)):
@@ -250,7 +249,6 @@ def one_rank_has_no_memory(rank: int, world: int) -> list:
         return [str(error), seconds, launch(group, rank, nbytes=1 << 20, signature="kernel(larger)")]
 
 
-@pytest.mark.alone
 def test_memory_that_is_missing_on_one_rank(ranks2):
     for text, seconds, values in ranks2.run(one_rank_has_no_memory):
         assert "the symmetric heap wants" in text and "0 bytes are available" in text and seconds < 5

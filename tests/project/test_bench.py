@@ -137,6 +137,13 @@ def test_plot(tmp_path):
     assert text.startswith("<?xml") and "AG+GEMM 64x32x16" in text
 
 
+def test_a_plot_without_matplotlib_is_refused_before_anything_runs(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main(["bench", "--device=cpu", "--nproc=2", f"--out={tmp_path}/out", "--plot=bench.svg"]) == 2
+    assert "--plot needs matplotlib" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("shape", ["xx:1x2x3", "ag:1x2", "ag:0x2x3", "ag:3x2x2", "ag:axbxc"])
 def test_shapes_that_make_no_sense(shape, tmp_path, capsys):
     assert main(["bench", "--device=cpu", "--nproc=2", f"--out={tmp_path}", f"--shape={shape}"]) == 2

@@ -1,4 +1,7 @@
-"""Fixtures for tests with several ranks: processes that live as long as the test session, started when first asked for."""
+"""Fixtures for tests with several ranks: processes that live as long as the test session, started when first asked for.
+
+Under pytest-xdist a worker is a session of its own, with its own ranks.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests import turns
 from tests.ranks import RankPool
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    turns.register(config)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -236,6 +236,7 @@ def test_tutorial_matmul_with_odd_shapes(m, n, k, blocks):
     torch.testing.assert_close(c.double(), a.double() @ b.double(), rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.alone
 def test_matmul_reaches_half_the_speed_of_torch():
     torch.set_num_threads(1)
     size = 512
@@ -291,6 +292,7 @@ def test_launch_hooks_and_empty_grid():
     assert seen == ["_add", "exit"] * 2 and torch.equal(out, x + x)
 
 
+@pytest.mark.alone
 def test_launch_overhead():
     x, out = torch.randn(64), torch.empty(64)
     compiled = _add[(1,)](x, x, out, 64, BLOCK=64)

@@ -195,7 +195,10 @@ def wait_in_vain(CTX, KERNEL: tl.constexpr):
 
 
 def deadline(rank: int, world: int) -> list:
-    with fresh_group() as group, config.patch(timeout_s=0.3 if rank == 0 else 20.0):
+    with fresh_group() as group, config.patch(timeout_s=20.0):
+        runtime.launch_context(CPU, group, 4096, 64, "wait_in_vain()")  # all ranks have come to it when it returns
+        runtime.after_launch(group)
+        config.timeout_s = 0.3 if rank == 0 else 20.0
         context = runtime.launch_context(CPU, group, 4096, 64, "wait_in_vain()")
         wait_in_vain[(1,)](context, 2)
         record = list(words(int(context[layout.ERROR]), layout.RECORD_WORDS))

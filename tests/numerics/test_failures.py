@@ -73,6 +73,7 @@ def dies_between_two_ops(rank: int, world: int, how: str, op: str, rows: int) ->
     return [str(error), error.kernel, error.peer, time.monotonic() - start]
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(
     ("how", "op", "rows"),
     [
@@ -173,7 +174,7 @@ def test_deadline_then_reset(ranks2, op, rows):
     assert "rank 1" in text and "deadline of 2" in text and "torch_triton_dist.reset(group)" in text, text
     assert "cannot be used since an earlier error" in again
     # The rank that came too late hears who gave up, without waiting for its own deadline.
-    assert "rank 0" in late[0] and late[2] in ("aborted", "poisoned") and late[3] < 1.0, late[0]
+    assert "rank 0" in late[0] and late[2] in ("aborted", "poisoned") and late[3] < 1.9, late[0]
     assert values == late[5] == [[16.0 if op == "all_gather_matmul" else 32.0]] * 3
 
 
@@ -250,6 +251,7 @@ def test_ranks_that_run_different_ops(ranks2):
         assert values == [32.0]
 
 
+@pytest.mark.alone
 def test_ranks_that_are_all_killed_leave_nothing():
     """SIGKILL of every rank in the middle: no name in /dev/shm, and a new run works."""
     before = set(os.listdir("/dev/shm"))

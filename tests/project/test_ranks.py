@@ -16,6 +16,7 @@ def answer(rank: int, world: int) -> int:
     return rank
 
 
+@pytest.mark.alone
 def test_a_timeout_shows_the_stacks_of_the_ranks_that_did_not_answer():
     with RankPool(2) as pool:
         assert pool.run(answer) == [0, 1]  # the processes are up: the deadline below is that of the function alone

@@ -75,6 +75,7 @@ def deadline(rank: int, world: int) -> list:
         return [error, seconds, str(again), str(checked), values, table[layout.LAUNCH], table[layout.GENERATION]]
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("world", [2, 4])
 def test_deadline_then_reset(world, request):
     for rank, (error, seconds, again, checked, values, number, generation) in enumerate(
@@ -93,10 +94,11 @@ def test_deadline_then_reset(world, request):
 
 
 def missing_at_creation(rank: int, world: int) -> str:
-    with fresh_group() as group, config.patch(timeout_s=0.6):
+    with fresh_group() as group:
         texts = ""
         if rank == 0:
-            texts = str(error_of(launch, group, rank))
+            with config.patch(timeout_s=0.6):
+                texts = str(error_of(launch, group, rank))
         dist.barrier()
         runtime.reset(group)  # also on the rank that has not launched anything
         assert launch(group, rank) == [0, 1]
@@ -122,6 +124,7 @@ def killed_while_others_wait(rank: int, world: int) -> list | None:
     return [str(error), error.reason, error.peer, error.kernel, seconds, str(later), str(unresettable)]
 
 
+@pytest.mark.alone
 def test_a_killed_rank_is_noticed_at_once():
     values = run_ranks(killed_while_others_wait, 3, expect_exit=(1,))
     assert values[1] == Exited(-signal.SIGKILL)
@@ -340,6 +343,7 @@ def shared_memory_bytes() -> int:
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith("Shmem:"))
 
 
+@pytest.mark.alone
 def test_nothing_stays_after_sigkill_of_all_ranks():
     before = shared_memory_bytes()
     names = set(os.listdir("/dev/shm"))

@@ -10,6 +10,7 @@ and CSV, and with `--plot bench.svg` as a picture. A variant that fails, hangs o
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import subprocess
@@ -82,6 +83,8 @@ def resolve(options: argparse.Namespace) -> str | None:
         return "--replays, --checks, --count and --timeout must be above 0"
     if options.plot and Path(options.plot).suffix not in (".png", ".svg"):
         return f"--plot writes PNG or SVG, and {options.plot!r} is neither"
+    if options.plot and importlib.util.find_spec("matplotlib") is None:  # asked before minutes are spent
+        return "--plot needs matplotlib: pip install 'torch_triton_dist[bench]'"
     try:
         select(options.shapes, options.shape, options.op, options.quick, options.device, options.nproc, options.seed, options.count)
     except ValueError as error:

@@ -169,13 +169,13 @@ def test_sliced_all_reduce(world, rows, n, k, dtype, device, hops):
 @many
 @given(**shapes)
 def test_when_all_reduce_takes_slices(world, rows, n, k, dtype, device):
-    """Where it took two-shot otherwise: more bytes than one-shot is for, more than two ranks, few rows, one tile a program."""
+    """Many bytes for the few rows, more than two ranks, one tile a program."""
     common = {"reduce_op": "sum", "bias_dims": 0, "device": device}
     plan = mm_ar.plan(rows, n, k, world, dtype, **common)
     tiles = cdiv(rows, plan.constants["BLOCK_M"]) * cdiv(n, plan.constants["BLOCK_N"])
-    large = rows * n * dtype.itemsize > mm_ar.TWO_SHOT_BYTES and world > 2
+    large = rows * n * dtype.itemsize > mm_ar.SLICED_BYTES and world > 2
     assert (plan.kernel == ar_sliced.NAME) == (large and rows <= mm_ar.SLICED_ROWS and tiles <= tile_shapes.PROCESSORS)
-    for m, ranks, kernel in ((64, 4, ar_sliced), (256, 8, ar_sliced), (257, 4, mm_ar), (128, 2, mm_ar), (32, 4, mm_ar)):
+    for m, ranks, kernel in ((64, 4, ar_sliced), (256, 8, ar_sliced), (257, 4, mm_ar), (128, 2, mm_ar), (24, 4, mm_ar)):
         gpu = mm_ar.plan(m, 8192, k, ranks, torch.bfloat16, reduce_op="sum", bias_dims=0, device=DEVICES[1])
         assert gpu.kernel == kernel.NAME, (m, ranks)
     for forced in ({"two_shot": True}, {"two_shot": False}, {"sliced": False}, {"small": True} if rows <= 16 else {"sliced": False}):

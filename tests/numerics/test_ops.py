@@ -43,7 +43,8 @@ class Case:
 
     def __str__(self) -> str:
         details = [self.reduce_op] * (self.op != AG) + ["bias"] * any(self.biases) + ["two_shot"] * self.two_shot
-        details += [f"{self.groups}groups_in_{self.splits}"] * (self.groups > 1) + ["staged"] * self.staged + ["sliced"] * self.sliced + ["words", "all_words"][: self.hops]
+        details += [f"{self.groups}groups_in_{self.splits}"] * (self.groups > 1)
+        details += ["staged"] * self.staged + ["sliced"] * self.sliced + ["words", "all_words"][: self.hops]
         return "-".join([self.op, "x".join(map(str, self.shape)), f"dim{self.dim}", self.layout, *details])
 
 
@@ -228,7 +229,7 @@ def test_any_number_of_programs(ranks2, case, num_programs):
 
 def two_shot_by_size(rank: int, world: int) -> tuple[list, list[str]]:
     """520 x 520 fp32 is just above the size at which four ranks take the two-shot algorithm by themselves, 32 x 520 is below, and 16 x 520
-    goes in packed words. 256 x 520 of more than 512 KiB goes in slices."""
+    goes in packed words. 256 x 520 goes in slices."""
     chosen = []
     real = mm_ar.plan
 

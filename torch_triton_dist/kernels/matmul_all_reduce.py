@@ -47,8 +47,10 @@ KERNEL_ID = 3
 # Rows, and bytes of the result, up to which `matmul_all_reduce_small` is faster.
 SMALL_ROWS = 16
 SMALL_BYTES = 1 << 17
-# Rows up to which `matmul_all_reduce_sliced` takes the place of two-shot, if no program has a second tile: nothing hides its waits.
+# Rows up to which, and bytes of the result from which on `matmul_all_reduce_sliced` is faster for more than two ranks, if no program has a
+# second tile: nothing hides its waits.
 SLICED_ROWS = 256
+SLICED_BYTES = 3 << 17
 
 SOURCE = r"""
 {{def_kernel(*INPUTS)}}
@@ -240,7 +242,7 @@ def plan(
     tma = tma if tile.m >= TMA_ROWS else ""
     tiles = cdiv(m, tile.m) * cdiv(n, tile.n)
     if sliced is None:
-        large = world > 2 and m * n * dtype.itemsize > TWO_SHOT_BYTES
+        large = world > 2 and m * n * dtype.itemsize > SLICED_BYTES
         sliced = two_shot is None and large and m <= SLICED_ROWS and tiles <= PROCESSORS
     if sliced:
         return matmul_all_reduce_sliced.plan(

@@ -49,7 +49,7 @@ from .tiles import Tile, few_rows_tile, pieces_of, power_of_two
 
 NAME = "matmul_all_reduce_sliced"
 KERNEL_ID = 3  # to users it is the same operation
-PACKED_HOPS = 0  # of two, the last ones, that go in packed words
+PACKED_BYTES = 1 << 19  # of the result, up to which both hops go in packed words
 
 SOURCE = r"""
 {% set inside = "" if EVEN_N else " & (tile_n * BLOCK_N + across * NUMBERS < N)" %}{# words that hold columns of the result #}
@@ -201,9 +201,10 @@ def plan(
     hops: int | None = None,
 ) -> Plan:
     """Plan for x [m, k] @ weight [k, n] (k per rank) over `world` ranks; arguments as in `matmul_all_reduce.plan`. hops: how many go in
-    packed words, 0, 1 or 2 (None: `PACKED_HOPS`)."""
+    packed words, 0, 1 or 2 (None: by the bytes)."""
     tile = tile or few_rows_tile(m, n, k, dtype, device.type, gathered=False, wide=False)
-    hops = PACKED_HOPS if hops is None else hops
+    if hops is None:
+        hops = 2 if m * n * dtype.itemsize <= PACKED_BYTES else 0
     assert 0 <= hops <= 2, hops
     tiles = cdiv(m, tile.m) * cdiv(n, tile.n)
     rows = cdiv(min(m, tile.m), world)

@@ -32,11 +32,11 @@ def matmul_tile(
     BLOCK_K: tl.constexpr,
     EVEN: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
-    acc=None,
     source=None,
     target=None,
     left=0,
     SLICE: tl.constexpr = 0,
+    acc=None,
 ):
     """fp32 [BLOCK_M, BLOCK_N] = a[rows, :] @ b[:, cols], added to `acc` if there is one. With SLICE, copies elements meanwhile, as
     `matmul_tile_tma` does.
@@ -84,12 +84,12 @@ def matmul_tile_tma(
     BLOCK_K: tl.constexpr,
     B_ROWS: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
-    begin=0,
-    acc=None,
     source=None,
     target=None,
     left=0,
     SLICE: tl.constexpr = 0,
+    begin=0,
+    acc=None,
 ):
     """fp32 [BLOCK_M, BLOCK_N] = A[row : row + BLOCK_M, begin : K] @ B[begin : K, col : col + BLOCK_N], loaded by the tensor memory
     accelerator, added to `acc` if there is one.

@@ -50,7 +50,7 @@ def _ops_against_float64(rank, world, dtype):
                 if m > 64:
                     got = matmul_all_reduce.run(x, weight, "sum", name, world, bias, two_shot=True)
                     worst.append(("two_shot", m, _relative(got, exact), _relative(unfused, exact)))
-                for hops in range(3 if 1 < m <= 1024 else 0):
+                for hops in range(3 if 1 < m < 1000 and programs == 0 else 0):
                     got = matmul_all_reduce.run(x, weight, "sum", name, world, bias, sliced=True, hops=hops)
                     worst.append((f"sliced, {hops} hops in words", m, _relative(got, exact), _relative(unfused, exact)))
                     everywhere = [torch.empty_like(got) for _ in range(world)]
@@ -69,7 +69,7 @@ def _ops_against_float64(rank, world, dtype):
                 assert torch.equal(gathered, whole)
                 worst.append(("all_gather", m, _relative(got, exact), _relative(expected, exact)))
                 assert _relative(got2, expected2) < 1e-2
-                for groups, splits in ((4, 1), (4, 2), (4, 4)) if dtype != torch.float32 and programs == 0 else ():
+                for groups, splits in ((4, 1), (4, 4)) if dtype == torch.bfloat16 and programs == 0 else ():
                     got, gathered = all_gather_matmul.run(
                         x, weight, m, name, world, bias, True, small=False, groups=groups, splits=splits
                     )
@@ -116,7 +116,7 @@ def _changing_inputs(rank, world, launches):
         bad += (reduced.float() != exact.bfloat16().float()).sum()
         few = ops.matmul_all_reduce(whole[: 1 + launch % 16], rounded, "avg", name)  # words, among the flags of the others
         bad += (few.float() != exact[: 1 + launch % 16].bfloat16().float()).sum()
-        rows = 1 + launch % (16 * world)
+        rows = (5, 17, 16 * world)[launch // 3 % 3]  # a few sizes: each is compiled
         sliced = matmul_all_reduce.run(whole[:rows], rounded, "avg", name, world, None, sliced=True, hops=launch % 3)
         bad += (sliced.float() != exact[:rows].bfloat16().float()).sum()
         scattered = ops.matmul_reduce_scatter(whole, rounded, 0, "avg", name)

@@ -297,7 +297,8 @@ def plan(
         if tile.m == 128 and dtype.itemsize == 2:
             narrow = fitting(tile._replace(n=min(tile.n, 128), num_stages=4), 2)
             if groups > 1:
-                tile = min((narrow, wide_tile(k)), key=lambda one: _cost(rows, n, world, one, groups))
+                possible = (narrow, wide_tile(k)) if splits in (None, 1) else (narrow,)
+                tile = min(possible, key=lambda one: _cost(rows, n, world, one, groups))
             elif wide_tile_pays(world * rows, n):
                 tile = wide_tile(k)
     tma = tma if tile.m >= TMA_ROWS else ""

@@ -88,16 +88,16 @@ def test_all_gather_matmul(group):
         epilogue(kernel),
         """\
         xindex = idx_n + 96*idx_m
-                tmp0 = tl.full([1], 0, tl.int32)
-                tmp1 = triton_helpers.maximum(tmp0, product)
-                tl.store(out_ptr1 + (tl.broadcast_to(xindex, [BLOCK_M, BLOCK_N // PIECES])), tmp1, mask)
+                    tmp0 = tl.full([1], 0, tl.int32)
+                    tmp1 = triton_helpers.maximum(tmp0, product)
+                    tl.store(out_ptr1 + (tl.broadcast_to(xindex, [BLOCK_M, BLOCK_N // PIECES])), tmp1, mask)
             claim = dl.claim(ctx=CTX)
     dl.leave(ctx=CTX)""",
     )
     assert_expected_inline(
         launches(code, group),
         """\
-launch_context(cpu, GROUP, 24576, 7, 'all_gather_matmul(shard [24, 64], torch.float32, inner=24)')
+launch_context(cpu, GROUP, 24576, 5, 'all_gather_matmul(shard [24, 64], torch.float32, inner=24)')
 kernel 0
 after_launch(GROUP)""",
     )

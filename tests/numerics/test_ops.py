@@ -206,7 +206,7 @@ def test_more_ranks(world):
         *(Case(AR, (rows, 96), (80,), dtype=DTYPES[hops], sliced=True, hops=hops) for hops, rows in enumerate((7, 130, 41))),
     ]
     with RankPool(world) as pool:
-        for case in many_and_few:
+        for case in many_and_few[:: 2 if world == 8 else 1]:  # eight compile each kernel for a long time
             check_case(pool, case)
 
 
@@ -219,7 +219,7 @@ def several_threads(rank: int, world: int, case: Case, num_programs: int) -> lis
 
 
 @pytest.mark.parametrize("num_programs", [1, 3, 200])
-@pytest.mark.parametrize("case", [CASES[index] for index in (1, 6, 7, 8, 11, 15, 17, 20, -4, -1)], ids=str)
+@pytest.mark.parametrize("case", [CASES[index] for index in (1, 6, 7, 11, 15, 17, 20, -4, -1)], ids=str)
 def test_any_number_of_programs(ranks2, case, num_programs):
     """One program does everything; three share it on three threads; 200 are more than there is to do, and most find nothing."""
     by_rank = ranks2.run(several_threads, case, num_programs)

@@ -16,6 +16,7 @@ every rank and every group. Under `torch_triton_dist.jit` nobody writes `ctx`: t
 | `wait_all_or_close` | `wait_all` that may come behind an early `leave`, and says whether the group is sound |
 | `count_stored` | count that this program has stored its part; the last one speaks for all of this rank |
 | `stamp`, `wait_stamp` | value of the flags of this launch, which names what runs; spin until a peer has raised one |
+| `look` | whether consecutive flags have all been raised by now |
 | `first_claim`, `claim`, `claimed`, `leave`, `alive` | next tile to work on; end of a program; whether the group is sound |
 | `fence_async`, `stores_done` | between a wait and TMA loads of what peers have stored; before a block barrier and a release |
 

@@ -42,7 +42,7 @@ from __future__ import annotations
 import torch
 
 from . import all_gather_matmul_small
-from .template import Plan, align, cdiv, grid_programs, input_precision, launch, triton_dtype
+from .template import Plan, align, cdiv, constants_of, grid_programs, launch
 from .tiles import PROCESSORS, TMA_ROWS, Tile, choose_tile, fitting, pieces_of, power_of_two, tma_form_of, wide_tile, wide_tile_pays
 
 NAME = "all_gather_matmul"
@@ -316,11 +316,8 @@ def plan(
     chunk_m = min(tile.m, chunk_m)
     slot_bytes = align(world * rows * k * dtype.itemsize)
     constants = {
-        "WORLD": world,
+        **constants_of(rows, n, k, tile, world, dtype, KERNEL_ID, tma=bool(tma)),
         "PEERS": max(1, world - 1),
-        "BLOCK_M": tile.m,
-        "BLOCK_N": tile.n,
-        "BLOCK_K": tile.k,
         "GROUP_M": 8,
         "CHUNK_M": chunk_m,
         "CHUNKS": tile.m // chunk_m,
@@ -334,15 +331,10 @@ def plan(
         "ROUND": ROUND,
         "SCRATCH": slot_bytes,
         "INNER": 0 if inner == rows else inner,
-        "EVEN": rows % tile.m == 0 and n % tile.n == 0 and k % tile.k == 0,
-        "TMA": bool(tma),
         "B_ROWS": tma == "rows",
         "HAS_BIAS": has_bias,
         "GATHER": gather,
         "PIECES": pieces_of(tile),
-        "DTYPE": triton_dtype(dtype),
-        "INPUT_PRECISION": repr(input_precision(dtype)),
-        "KERNEL_ID": KERNEL_ID,
     }
     return Plan(
         kernel=NAME,

@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import torch
 
-from .template import Plan, align, cdiv, grid_programs, input_precision, triton_dtype
+from .template import Plan, align, cdiv, constants_of, grid_programs
 from .tiles import PROCESSORS, Tile, few_rows_tile, power_of_two
 
 NAME = "all_gather_matmul_small"
@@ -188,10 +188,7 @@ def plan(
     push_k = cdiv(cdiv(k, GROUPS * chunks), 128) * 128  # parts begin where a step of the matmul begins, whatever the tile of this rank
     slot_bytes = align(world * rows * k * dtype.itemsize)
     constants = {
-        "WORLD": world,
-        "BLOCK_M": tile.m,
-        "BLOCK_N": tile.n,
-        "BLOCK_K": tile.k,
+        **constants_of(world * rows, n, k, tile, world, dtype, KERNEL_ID),
         "GROUPS": GROUPS,
         "CHUNKS": chunks,
         "PUSH_K": push_k,
@@ -200,13 +197,8 @@ def plan(
         "SPLITS": splits,
         "SCRATCH": slot_bytes,
         "INNER": 0 if inner == rows else inner,
-        "EVEN": world * rows % tile.m == 0 and n % tile.n == 0 and k % tile.k == 0,
         "HAS_BIAS": has_bias,
         "GATHER": gather,
-        "TMA": False,
-        "DTYPE": triton_dtype(dtype),
-        "INPUT_PRECISION": repr(input_precision(dtype)),
-        "KERNEL_ID": KERNEL_ID,
     }
     return Plan(
         kernel=NAME,

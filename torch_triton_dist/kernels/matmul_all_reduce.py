@@ -38,7 +38,7 @@ from __future__ import annotations
 import torch
 
 from . import matmul_all_reduce_sliced, matmul_all_reduce_small
-from .template import Plan, align, cdiv, grid_programs, input_precision, launch, triton_dtype
+from .template import Plan, align, cdiv, constants_of, grid_programs, launch, scale_of
 from .tiles import PROCESSORS, TMA_ROWS, Tile, choose_tile, few_rows_tile, pieces_of, share_of_round, tma_form_of
 
 NAME = "matmul_all_reduce"
@@ -259,22 +259,14 @@ def plan(
     rounds = cdiv(tiles, world * share)
     slots = (world - 1) * rounds * share + tiles if two_shot else world * tiles
     constants = {
-        "WORLD": world,
-        "BLOCK_M": tile.m,
-        "BLOCK_N": tile.n,
-        "BLOCK_K": tile.k,
+        **constants_of(m, n, k, tile, world, dtype, KERNEL_ID, tma=bool(tma)),
         "GROUP_M": 8,
-        "EVEN": m % tile.m == 0 and n % tile.n == 0 and k % tile.k == 0,
-        "TMA": bool(tma),
         "B_ROWS": tma == "rows",
         "TWO_SHOT": two_shot,
         "S": share,
         "PIECES": pieces_of(tile) if two_shot else 1,
         "BIAS_DIMS": bias_dims,
-        "SCALE": 1.0 / world if reduce_op == "avg" else 1.0,
-        "DTYPE": triton_dtype(dtype),
-        "INPUT_PRECISION": repr(input_precision(dtype)),
-        "KERNEL_ID": KERNEL_ID,
+        "SCALE": scale_of(reduce_op, world),
     }
     return Plan(
         kernel=NAME,

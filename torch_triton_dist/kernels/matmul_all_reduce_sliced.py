@@ -44,7 +44,7 @@ from __future__ import annotations
 
 import torch
 
-from .template import Plan, align, cdiv, grid_programs, input_precision, triton_dtype
+from .template import Plan, align, cdiv, constants_of, grid_programs, scale_of
 from .tiles import Tile, few_rows_tile, pieces_of, power_of_two
 
 NAME = "matmul_all_reduce_sliced"
@@ -219,10 +219,7 @@ def plan(
         tile = tile._replace(num_warps=min(tile.num_warps, fewest // lanes))
     partial, reduced = tiles * world * rows, tiles * tile.m  # rows
     constants = {
-        "WORLD": world,
-        "BLOCK_M": tile.m,
-        "BLOCK_N": tile.n,
-        "BLOCK_K": tile.k,
+        **constants_of(m, n, k, tile, world, dtype, KERNEL_ID),
         "BLOCK_R": block_r,
         "R": rows,
         "PACKED": hops,
@@ -231,14 +228,9 @@ def plan(
         "REDUCED_WIDTH": words if hops else tile.n,
         "GROUP_M": 8,
         "EVEN_N": n % tile.n == 0,
-        "EVEN": m % tile.m == 0 and n % tile.n == 0 and k % tile.k == 0,
         "PIECES": pieces_of(tile),
         "BIAS_DIMS": bias_dims,
-        "SCALE": 1.0 / world if reduce_op == "avg" else 1.0,
-        "TMA": False,
-        "DTYPE": triton_dtype(dtype),
-        "INPUT_PRECISION": repr(input_precision(dtype)),
-        "KERNEL_ID": KERNEL_ID,
+        "SCALE": scale_of(reduce_op, world),
     }
     slots = (0 if hops == 2 else partial) + (0 if hops else reduced)  # rows
     flags = tiles * world

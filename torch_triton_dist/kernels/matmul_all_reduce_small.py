@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import torch
 
-from .template import Plan, align, cdiv, grid_programs, input_precision, triton_dtype
+from .template import Plan, align, cdiv, constants_of, grid_programs, scale_of
 from .tiles import Tile, few_rows_tile
 
 NAME = "matmul_all_reduce_small"
@@ -107,18 +107,10 @@ def plan(
         lanes = 64 if torch.version.hip is not None else 32
         tile = tile._replace(num_warps=min(tile.num_warps, tile.m * tile.n // numbers // lanes))
     constants = {
-        "WORLD": world,
-        "BLOCK_M": tile.m,
-        "BLOCK_N": tile.n,
-        "BLOCK_K": tile.k,
+        **constants_of(m, n, k, tile, world, dtype, KERNEL_ID),
         "NUMBERS": numbers,
-        "EVEN": m % tile.m == 0 and n % tile.n == 0 and k % tile.k == 0,
         "BIAS_DIMS": bias_dims,
-        "SCALE": 1.0 / world if reduce_op == "avg" else 1.0,
-        "TMA": False,
-        "DTYPE": triton_dtype(dtype),
-        "INPUT_PRECISION": repr(input_precision(dtype)),
-        "KERNEL_ID": KERNEL_ID,
+        "SCALE": scale_of(reduce_op, world),
     }
     return Plan(
         kernel=NAME,

@@ -38,7 +38,7 @@ import math
 import torch
 
 from . import matmul_reduce_scatter_small
-from .template import Plan, align, cdiv, grid_programs, input_precision, launch, triton_dtype
+from .template import Plan, align, cdiv, constants_of, grid_programs, launch, scale_of
 from .tiles import (
     PROCESSORS,
     STAGES,
@@ -219,24 +219,16 @@ def plan(
         programs = min(programs, STAGES)
     slots = (world - 1) * tiles
     constants = {
-        "WORLD": world,
-        "BLOCK_M": tile.m,
-        "BLOCK_N": tile.n,
-        "BLOCK_K": tile.k,
+        **constants_of(rows, n, k, tile, world, dtype, KERNEL_ID, tma=bool(tma)),
         "GROUP_M": 8,
         "INNER": 0 if inner == rows else inner,
-        "EVEN": rows % tile.m == 0 and n % tile.n == 0 and k % tile.k == 0,
-        "TMA": bool(tma),
         "B_ROWS": tma == "rows",
         "S": share,
         "SLICE": slice_of(tile, k) if staged else 0,
         "PIECES": pieces_of(tile),
         "STAGED": slots * tile.m * tile.n,
         "BIAS_DIMS": bias_dims,
-        "SCALE": 1.0 / world if reduce_op == "avg" else 1.0,
-        "DTYPE": triton_dtype(dtype),
-        "INPUT_PRECISION": repr(input_precision(dtype)),
-        "KERNEL_ID": KERNEL_ID,
+        "SCALE": scale_of(reduce_op, world),
     }
     return Plan(
         kernel=NAME,

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import torch
 
-from .template import Plan, align, cdiv, grid_programs, input_precision, triton_dtype
+from .template import Plan, align, cdiv, constants_of, grid_programs, scale_of
 from .tiles import Tile, few_rows_tile, power_of_two
 
 NAME = "matmul_reduce_scatter_small"
@@ -117,20 +117,12 @@ def plan(
     tile = tile or few_rows_tile(m, n, k, dtype, device.type, gathered=False)
     tiles_m, tiles_n = cdiv(m, tile.m), cdiv(n, tile.n)
     constants = {
-        "WORLD": world,
-        "BLOCK_M": tile.m,
-        "BLOCK_N": tile.n,
-        "BLOCK_K": tile.k,
+        **constants_of(m, n, k, tile, world, dtype, KERNEL_ID),
         "BLOCK_R": power_of_two(rows),
         "TILES_M": tiles_m,
         "INNER": 0 if inner == rows else inner,
-        "EVEN": m % tile.m == 0 and n % tile.n == 0 and k % tile.k == 0,
         "BIAS_DIMS": bias_dims,
-        "SCALE": 1.0 / world if reduce_op == "avg" else 1.0,
-        "TMA": False,
-        "DTYPE": triton_dtype(dtype),
-        "INPUT_PRECISION": repr(input_precision(dtype)),
-        "KERNEL_ID": KERNEL_ID,
+        "SCALE": scale_of(reduce_op, world),
     }
     return Plan(
         kernel=NAME,

@@ -17,6 +17,7 @@ import jinja2
 import torch
 
 from ..runtime.layout import ALIGNMENT, signature_code
+from .tiles import Tile
 
 # What a rendered source needs at its top, in Inductor's module and in ours.
 IMPORTS = """\
@@ -81,6 +82,28 @@ def grid_programs(tiles: int, device_type: str, index: int | None = None) -> int
 def input_precision(dtype: torch.dtype) -> str:
     """fp32 products use TF32 only where torch's own matmul would."""
     return "tf32" if dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32 else "ieee"
+
+
+def constants_of(
+    m: int, n: int, k: int, tile: Tile, world: int, dtype: torch.dtype, kernel_id: int, tma: bool = False
+) -> dict[str, Any]:
+    """The constants that all kernels have, for a matmul of [m, k] @ [k, n] on one rank in tiles (EVEN: without a rest)."""
+    return {
+        "WORLD": world,
+        "BLOCK_M": tile.m,
+        "BLOCK_N": tile.n,
+        "BLOCK_K": tile.k,
+        "EVEN": m % tile.m == 0 and n % tile.n == 0 and k % tile.k == 0,
+        "TMA": tma,
+        "DTYPE": triton_dtype(dtype),
+        "INPUT_PRECISION": repr(input_precision(dtype)),
+        "KERNEL_ID": kernel_id,
+    }
+
+
+def scale_of(reduce_op: str, world: int) -> float:
+    """What a sum over the ranks is multiplied by."""
+    return 1.0 / world if reduce_op == "avg" else 1.0
 
 
 class _EagerEnvironment:

@@ -160,6 +160,7 @@ def sleeps(rank: int, world: int, op: str, rows: int) -> list:
     ("op", "rows"),
     [
         ("all_gather_matmul", 32),
+        ("all_gather_matmul", 200),  # more to send than one chunk: what is left when the group gives up is not sent
         ("matmul_reduce_scatter", 32),
         ("matmul_all_reduce", 32),
         ("matmul_all_reduce", 8),

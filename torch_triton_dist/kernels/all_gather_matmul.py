@@ -48,7 +48,7 @@ from .tiles import PROCESSORS, TMA_ROWS, Tile, choose_tile, fitting, pieces_of, 
 NAME = "all_gather_matmul"
 KERNEL_ID = 1
 
-# Programs that send before they multiply, where a program has more than one tile to multiply: these fill the link.
+# Programs that send before they multiply: these fill the link.
 SENDERS = 16
 # Global rows up to which `all_gather_matmul_small` is faster; on the CPU, just to use it.
 SMALL_ROWS = {"cpu": 32}
@@ -218,10 +218,7 @@ SOURCE = r"""
 {% else %}
         gathered_rows = GATHERED + (source * R + rows).to(tl.int64)[:, None] * K
 {% endif %}
-        for start in range(0, GROUP_K, STEP_K):
-            cols = group * GROUP_K + start + tl.arange(0, STEP_K)
-            moved = (rows < R)[:, None] & (cols < K)[None, :]
-            tl.store(gathered_rows + cols[None, :], tl.load(shard_rows + cols[None, :], mask=moved, other=0.0), mask=moved)
+        copy_group(shard_rows, gathered_rows, (rows < R)[:, None], group, K, STEP_K, GROUP_K)
         claim = dl.claim(ctx=CTX)
 {% endif %}
     dl.leave(ctx=CTX)

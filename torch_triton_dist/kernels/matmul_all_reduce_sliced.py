@@ -33,8 +33,9 @@ flag for it.
 
 Why it cannot race: flags of launch n are set to its stamp and waited for (NOTE [stamps] in language/core.py); words carry a tag of it.
 Slots, flags and words of launch n lie in half n % 2 and are written again in launch n+2 at the earliest. A rank starts n+2 after its own
-n+1, in which it has seen, in every tile, what every peer has sent in n+1. A peer sends in n+1 after its own launch n has ended, so nobody
-reads the half of n any more. Partial [t][p] and slice p of reduced [t] have one writer, rank p, once in a launch.
+n+1, in which it has seen, in every tile, what every peer has sent in n+1, or a sum that needed it. A peer sends in n+1 after its own
+launch n has ended, so nobody reads the half of n any more. Partial [t][p] and slice p of reduced [t] have one writer, rank p, once in a
+launch.
 
 All ranks get the same bits, the same from run to run: one rank adds the rounded products of ranks 0 .. W-1 for a row, in this order, in
 fp32, and rounds once; all ranks, itself included, read what it has stored.
@@ -105,7 +106,7 @@ SOURCE = r"""
         )
         # A slot of the owner of each row, the same place on all of them.
         at = ((tile.to(tl.int64) * WORLD + me) * R + in_tile % R) * PARTIAL_WIDTH
-        targets = partial_of_owner + tl.multiple_of(at, 16)
+        targets = partial_of_owner + tl.multiple_of(at, 8)
         parts = columns_apart(product, BLOCK_M, BLOCK_N, PIECES)
         for piece in tl.static_range(PIECES):
             part = parts[piece]
@@ -178,7 +179,7 @@ SOURCE = r"""
             across = piece * (REDUCED_WIDTH // PIECES) + tl.arange(0, REDUCED_WIDTH // PIECES)[None, :]
             part = packed.rows_of_ranks(
                 reduced + in_reduced + in_tile[:, None] * REDUCED_WIDTH + across, owners[:, None],
-                row_mask[:, None]{{inside}}, stamp, KERNEL_ID, BLOCK_M, BLOCK_N // PIECES, DTYPE, WORLD, ctx=CTX,
+                row_mask[:, None]{{inside}}, in_reduced, stamp, KERNEL_ID, BLOCK_M, BLOCK_N // PIECES, DTYPE, WORLD, ctx=CTX,
             )
 {% else %}
             part = tl.load(here + in_tile[:, None] * BLOCK_N + in_piece, mask=mask, other=0.0).to(tl.float32)

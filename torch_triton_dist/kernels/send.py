@@ -1,4 +1,4 @@
-"""How an all-gather sends the rows of its shard: in chunks that programs claim from a counter of their own."""
+"""How an all-gather moves rows: in chunks that programs claim from a counter of their own, group of columns by group."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def send_rows(
     claimed = dl.claimed(ctx=CTX, counter=dl.SEND)
     while claimed < limit:
         send = dl.claim(ctx=CTX, counter=dl.SEND)
-        claimed = send + 1
+        claimed = tl.minimum(send, limit) + 1  # a claim of a group that gives up is the largest number there is
         if send < GROUPS * tiles_m * CHUNKS:
             group = send // (tiles_m * CHUNKS)
             block = send // CHUNKS % tiles_m
@@ -62,3 +62,14 @@ def send_rows(
                 last = dl.count_stored(counts + block * GROUPS + group, n) == CHUNKS - 1
             if last:
                 dl.notify_all(flags + (me * tiles_m + block) * GROUPS + group, stamp, WORLD, ctx=CTX)
+
+
+@triton.jit
+def copy_group(source, target, present, group, K, STEP_K: tl.constexpr, GROUP_K: tl.constexpr):
+    """Copies the columns of a group, and no others, which may not have arrived. source, target: pointers [rows, 1] to column 0 of rows of
+    K columns; present: [rows, 1], which of them there are."""
+    end = tl.minimum((group + 1) * GROUP_K, K)
+    for start in range(0, GROUP_K, STEP_K):
+        cols = group * GROUP_K + start + tl.arange(0, STEP_K)[None, :]
+        moved = present & (cols < end)
+        tl.store(target + cols, tl.load(source + cols, mask=moved), mask=moved)

@@ -25,7 +25,7 @@ from torch_triton_dist import language as dl
 from torch_triton_dist.language import packed
 from torch_triton_dist.kernels.matmul_tile import columns_apart, copy, descriptor_of_b, matmul_tile, matmul_tile_tma, swizzle
 from torch_triton_dist.kernels.rounds import all_reduce_step, pay, reduce_scatter_step
-from torch_triton_dist.kernels.send import send_rows
+from torch_triton_dist.kernels.send import copy_group, send_rows
 """
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -142,6 +142,7 @@ def rows_of_ranks(
     words,
     owners,
     mask,
+    index,
     stamp,
     kernel: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -151,7 +152,7 @@ def rows_of_ranks(
     ctx=None,
 ):
     """fp32 [BLOCK_M, BLOCK_N]: what the words at `words` hold, as soon as all have come. owners: [BLOCK_M, 1], the rank that sends each
-    row. mask: of the words. Ends early, like `dl.wait`, when the group gives up."""
+    row. mask: of the words; index: of the first one, for the error message. Ends early, like `dl.wait`, when the group gives up."""
     mark = tag(stamp)
     seen = tl.zeros(words.shape, dtype=tl.int64)
     looks = 0
@@ -160,7 +161,7 @@ def rows_of_ranks(
             me = tl.load(ctx + RANK).to(tl.int32)
             for i in range(1, WORLD + 1):  # as in `_wait_slowly`
                 peer = (me + i) % WORLD
-                _wait_for(words, mask & (owners == peer), peer, stamp, kernel, peer, ctx)
+                _wait_for(words, mask & (owners == peer), index, stamp, kernel, peer, ctx)
         seen = look(words, mask, mark)
         looks = tl.where(_any(seen >> 32 != mark) == 0, POLLS + 1, looks + 1)
     return unpack(seen, BLOCK_M, BLOCK_N, DTYPE)

@@ -41,7 +41,7 @@ shapes = {
     "device": st.sampled_from(DEVICES),
 }
 TMA = st.sampled_from(["", "rows", "columns"])
-many = settings(max_examples=150, deadline=None)
+many = settings(max_examples=100, deadline=None)
 
 
 def cdiv(a, b):

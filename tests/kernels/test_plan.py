@@ -205,6 +205,17 @@ def test_all_gather(world, rows, n, k, dtype, device, deep, splits):
     check_slots(plan, slots, flags + counts, 1)
 
 
+@pytest.mark.parametrize("world", [2, 4, 8])
+def test_symmetric_memory_of_all_gathers(world):
+    """At most three times the gathered tensor, or 64 MiB."""
+    for rows, k, n in itertools.product((512, 1024, 2048, 4096, 8192), (2048, 4096, 8192), (1024, 2560, 7168)):
+        plan = ag_mm.plan(
+            rows // world, n, k, world, torch.bfloat16, inner=rows // world, has_bias=False, gather=False, device=DEVICES[1], tma="rows"
+        )
+        total = heap_layout(plan.nbytes, plan.nflags)[3]
+        assert total <= max(3 * rows * k * 2, 64 << 20), (rows, k, n)
+
+
 few = {**shapes, "rows": st.integers(1, 64)}
 
 

@@ -61,7 +61,7 @@ WIDE = 1.6  # time of a tile of 128 x 256 in that of one of 128 x 128: measured,
 ADDING = 0.35  # time of adding up the parts of a tile, in that of the whole one
 LOOKS = 64  # looks at a flag before a program that should multiply helps to send
 STEP = 1 << 14  # elements that a program loads, then stores, when it sends
-SCRATCH = PROCESSORS * 128 * 256  # elements of all parts of tiles, at most
+SCRATCH = PROCESSORS * 128 * 128  # elements of all parts of tiles, at most
 
 SOURCE = r"""
 {{def_kernel(*INPUTS)}}

@@ -513,12 +513,12 @@ def all_gather(tiles_m, chunks=1, columns=(1, 1, 1, 1), gather=False, senders=1,
                             yield from p.load(scratch + one, ("part", tile, one))
                 claim = yield from p.claim()
         done = claims_of(tiles * p.world)
+        if gather and groups > 1 and p.keeps(HELP_FIRST):
+            yield from send_until(p, groups * sends)
         while gather and claim < done + p.world * groups * sends:
             group, source = (claim - done) // (p.world * sends), (p.me + (claim - done) // sends) % p.world
             block, chunk = (claim - done) % sends // chunks, (claim - done) % chunks
             if source != p.me:
-                if groups > 1 and p.keeps(HELP_FIRST):
-                    yield from send_until(p, groups * sends)
                 yield from p.wait([((source * tiles_m + block) * groups + group, source)])
                 yield from p.load(slot(source, group, block, chunk), ("ag", source, group, block, chunk))
             claim = yield from p.claim()

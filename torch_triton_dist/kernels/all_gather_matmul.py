@@ -198,17 +198,16 @@ SOURCE = r"""
 {% if GATHER %}
 
     # The gathered rows, for whoever else reads them.
-    chunks = tiles_m * CHUNKS
-    while claim < claims + WORLD * GROUPS * chunks:
-        group = (claim - claims) // (WORLD * chunks)
-        source = (me + (claim - claims) // chunks) % WORLD
-        chunk = (claim - claims) % chunks
+{% if GROUPS > 1 %}
+    send_rows(GROUPS * sends, A, slots, flags, R, K, n, stamp, CHUNK_M, CHUNKS, STEP_K, GROUP_K, GROUPS, WORLD, CTX)
+{% endif %}
+    while claim < claims + WORLD * GROUPS * sends:
+        group = (claim - claims) // (WORLD * sends)
+        source = (me + (claim - claims) // sends) % WORLD
+        chunk = (claim - claims) % sends
         rows = chunk * CHUNK_M + tl.arange(0, CHUNK_M)
         shard = A.to(tl.int64)
         if source != me:
-{% if GROUPS > 1 %}
-            send_rows(GROUPS * sends, A, slots, flags, R, K, n, stamp, CHUNK_M, CHUNKS, STEP_K, GROUP_K, GROUPS, WORLD, CTX)
-{% endif %}
             flag = flags + (source * tiles_m + chunk // CHUNKS) * GROUPS + group
             token = dl.wait_stamp(flag, stamp, KERNEL_ID, source, ctx=CTX)
             shard = dl.consume_token(slots + source * slot_size, token).to(tl.int64)
@@ -279,7 +278,8 @@ def plan(
     """Plan for shard [rows, k] gathered over `world` ranks @ weight [k, n]; inner: rows of a shard that follow each other in the
     gathered tensor; gather: whether the gathered tensor is an output too; tma: see `tma_form`; tile: another one than `choose_tile`'s,
     with the same rows on all ranks; senders: programs that send before they multiply; small: whether it is a plan for
-    `all_gather_matmul_small` (None: by the rows)."""
+    `all_gather_matmul_small` (None: by the rows); groups: of columns, the same on all ranks; splits: parts of the last tiles, a divisor of
+    groups (None: by sizes)."""
     if small is None:
         small = world * rows <= SMALL_ROWS.get(device.type, 256)
     if small:

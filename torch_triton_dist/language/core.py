@@ -531,10 +531,18 @@ def wait_all(flags, stamp, kernel: tl.constexpr, WORLD: tl.constexpr, COUNT: tl.
     """`wait_stamp` for COUNT * WORLD consecutive flags, number j of which rank j % WORLD raises (`notify_all`)."""
     missing, token = look(flags, stamp, COUNT * WORLD, POLLS)
     if missing != 0:
-        me = tl.load(ctx + RANK).to(tl.int32)
-        for i in range(COUNT * WORLD):  # the own flags last: they may be missing because this rank waits for a peer, which is to be named
-            peer = (me + 1 + i // COUNT) % WORLD
-            token += wait_stamp(flags + i % COUNT * WORLD + peer, stamp, kernel, peer, ctx=ctx)
+        token += _wait_each(flags, stamp, kernel, WORLD, COUNT, ctx)
+    return token
+
+
+@triton.jit
+def _wait_each(flags, stamp, kernel: tl.constexpr, WORLD: tl.constexpr, COUNT: tl.constexpr, ctx):
+    """The rest of `wait_all`: flag by flag. Returns a token."""
+    me = tl.load(ctx + RANK).to(tl.int32)
+    token = tl.full((), 0, tl.int64)
+    for i in range(COUNT * WORLD):  # the own flags last: they may be missing because this rank waits for a peer, which is to be named
+        peer = (me + 1 + i // COUNT) % WORLD
+        token += wait_stamp(flags + i % COUNT * WORLD + peer, stamp, kernel, peer, ctx=ctx)
     return token
 
 
@@ -545,10 +553,7 @@ def wait_all_or_close(flags, stamp, kernel: tl.constexpr, WORLD: tl.constexpr, c
     missing, token = look(flags, stamp, WORLD, POLLS)
     sound = tl.full((), 1, tl.int1)
     if missing != 0:
-        me = tl.load(ctx + RANK).to(tl.int32)
-        for i in range(WORLD):  # as in `wait_all`
-            peer = (me + 1 + i) % WORLD
-            token += wait_stamp(flags + peer, stamp, kernel, peer, ctx=ctx)
+        token += _wait_each(flags, stamp, kernel, WORLD, 1, ctx)
         sound = alive(ctx)
         if not sound:
             close(ctx)

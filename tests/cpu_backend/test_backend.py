@@ -14,8 +14,10 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from triton import knobs
 
-from torch_triton_dist.backends.cpu import ensure_registered, runtime, toolchain
+from torch_triton_dist.backends.cpu import compiler, ensure_registered, runtime, toolchain
+from torch_triton_dist.backends.cpu.cache import CheckedCacheManager
 from torch_triton_dist.backends.cpu.driver import CPUDriver
 
 _ROOT = Path(__file__).parents[2]
@@ -138,14 +140,21 @@ def test_damaged_binary_is_refused():
 
 def _compile_in(cache: str) -> None:
     """In a forked child: build the runtime library and a kernel in a cache of its own."""
-    from triton import knobs
-
     knobs.cache.dir = cache
     runtime._load.cache_clear()
     runtime._build.cache_clear()
     _fresh_add.device_caches.clear()
-    x, out = torch.randn(100), torch.empty(100)
-    _fresh_add[(2,)](x, x, out, 100, BLOCK=64)
+    make_ttir = compiler.CPUBackend.make_ttir
+
+    def counted(*arguments):
+        with open(os.path.join(cache, "compiled"), "a") as file:
+            file.write("x")
+        return make_ttir(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiler.CPUBackend, "make_ttir", counted)
+        x, out = torch.randn(100), torch.empty(100)
+        _fresh_add[(2,)](x, x, out, 100, BLOCK=64)
     assert (out == x + x).all()
 
 
@@ -171,10 +180,29 @@ def test_four_processes_compile_into_one_fresh_cache(tmp_path):
     assert _race(tmp_path, 4) == [0, 0, 0, 0]
     assert not list(tmp_path.glob(".ttd_*")) and not list(tmp_path.rglob("*.tmp.*"))
     assert len(list(tmp_path.rglob("_fresh_add.so"))) == 1
+    assert (tmp_path / "compiled").read_text() == "x", "each process compiled the kernel"
     runtime = next(tmp_path.rglob("ttd_cpu_runtime.so"))
     runtime.write_bytes(runtime.read_bytes()[:100])  # a damaged runtime library is built again
     assert _race(tmp_path, 1) == [0]
     assert toolchain.unseal(runtime.read_bytes()) is not None
+
+
+def test_who_waits_for_a_kernel_that_nobody_finishes_compiles_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(knobs.cache, "dir", str(tmp_path))
+    stopped, waits = CheckedCacheManager("key"), CheckedCacheManager("key")
+    assert stopped.get_group("kernel.json") is None  # begins, and does not go on
+    monkeypatch.setattr("torch_triton_dist.backends.cpu.cache.PATIENCE_S", 0.2)
+    begin = time.monotonic()
+    assert waits.get_group("kernel.json") is None and time.monotonic() - begin >= 0.2
+    waits.put_group("kernel.json", {"kernel.so": waits.put(b"code", "kernel.so")})
+    assert stopped.get_group("kernel.json") == {"kernel.so": str(tmp_path / "key" / "kernel.so")}
+
+    failed, waits = CheckedCacheManager("other"), CheckedCacheManager("other")
+    assert failed.get_group("kernel.json") is None
+    del failed  # as after a compilation error
+    monkeypatch.setattr("torch_triton_dist.backends.cpu.cache.PATIENCE_S", 30.0)
+    begin = time.monotonic()
+    assert waits.get_group("kernel.json") is None and time.monotonic() - begin < 10
 
 
 def test_launches_from_several_threads():
@@ -274,8 +302,6 @@ def test_wrong_arguments_of_a_launch(change, error, text):
 
 
 def test_launch_hooks_and_empty_grid():
-    from triton import knobs
-
     x, out, seen = torch.randn(64), torch.zeros(64), []
     compiled = _add[(1,)](x, x, out, 64, BLOCK=64)
     out.zero_()

@@ -37,6 +37,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from .launcher import environment
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}  # float16 would need loss scaling
 
 # How far the losses of the two runs may lie apart at any step. Both runs start from the same weights and see the same tokens;
@@ -417,12 +419,7 @@ def resolve(options: argparse.Namespace) -> str | None:
 
 def launch(options: argparse.Namespace) -> int:
     """Start the ranks with torchrun, wait for them, return the exit status. Ctrl-C ends the ranks first."""
-    env = dict(os.environ)
-    if options.device == "cpu":
-        env |= {"CUDA_VISIBLE_DEVICES": "", "TRITON_DEFAULT_BACKEND": "cpu"}  # on a machine with GPUs, too
-        env.setdefault("OMP_NUM_THREADS", "1")
-    else:
-        env.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // options.nproc, 1)))
+    env = environment(options.device, options.nproc)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.nproc}"]
     command += ["-m", "torch_triton_dist.demo", f"--device={options.device}", f"--dtype={options.dtype}"]
     command += [f"--steps={options.steps}", f"--lr={options.lr}"]

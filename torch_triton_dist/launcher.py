@@ -50,7 +50,10 @@ def environment(device: str, nproc: int) -> dict[str, str]:
     """Environment of the ranks."""
     variables = {**os.environ, "TORCH_TRITON_DIST_DEVICE": device}
     cores = len(os.sched_getaffinity(0))
-    variables.setdefault("OMP_NUM_THREADS", str(max(1, cores // nproc)))
+    share = str(max(1, cores // nproc))
+    variables.setdefault("OMP_NUM_THREADS", share)
+    # Inductor's workers, which import torch: by default as many for each rank as the machine has cores.
+    variables.setdefault("TORCHINDUCTOR_COMPILE_THREADS", share)
     root = Path(__file__).resolve().parents[1]
     if root.name not in ("site-packages", "dist-packages"):  # a source tree: the ranks do not have our working directory in their path
         variables["PYTHONPATH"] = os.pathsep.join([str(root), *filter(None, [variables.get("PYTHONPATH")])])

@@ -1,5 +1,8 @@
-"""Transformer blocks under DTensor's tensor parallelism, compiled with and without the extension, against float64 on one process:
-the result, the gradient of the input and the gradients of all weights."""
+"""Transformer blocks under DTensor's tensor parallelism, with and without the extension, against float64 on one process: the result, the
+gradient of the input and the gradients of all weights.
+
+Without the extension the model is compiled in bf16, where a fused pointwise chain rounds less often than eager mode does; in fp32 it
+runs in eager mode. Two ranks compile the model as a whole, four ranks block by block (the second block takes the code of the first)."""
 
 from __future__ import annotations
 
@@ -124,6 +127,14 @@ def exact(layers: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     return found | {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
+def compiled(model: nn.Sequential, blockwise: bool) -> Any:
+    if not blockwise:
+        return torch.compile(model)
+    for block in model:
+        block.compile()
+    return model
+
+
 def relative_errors(rank: int, world: int, layers: int, sequence_parallel: bool, dtype: torch.dtype) -> dict[str, Any]:
     """name -> relative rms errors (with, without the extension), and the counters."""
     mesh = init_device_mesh("cpu", (world,))
@@ -133,11 +144,13 @@ def relative_errors(rank: int, world: int, layers: int, sequence_parallel: bool,
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
         model = parallelize(make_model(layers).to(dtype), mesh, sequence_parallel)
+        if fused or dtype == torch.bfloat16:
+            model = compiled(model, blockwise=world == 4)
         with ttd.config.patch(cost_gate=False):
             if fused:
                 ttd.enable()
             try:
-                runs.append(train_step(torch.compile(model), dtype, rank, world, sequence_parallel))
+                runs.append(train_step(model, dtype, rank, world, sequence_parallel))
             finally:
                 ttd.disable()
         if fused:
@@ -179,7 +192,8 @@ def test_two_blocks_in_a_row(request, world, sequence_parallel, dtype):
     layers = 2
     answers = request.getfixturevalue(f"ranks{world}").run(relative_errors, layers, sequence_parallel, dtype, timeout=380)
     for answer in answers:
-        assert answer["counters"] == {pattern: layers * count for pattern, count in EXPECTED[sequence_parallel].items()}
+        graphs = 1 if world == 4 else layers
+        assert answer["counters"] == {pattern: graphs * count for pattern, count in EXPECTED[sequence_parallel].items()}
         errors = answer["errors"]
         assert len(errors) == 2 + 9 * layers
         limit = 1e-6 if dtype == torch.float32 else 3e-2

@@ -24,7 +24,7 @@ DEMO = [sys.executable, "-m", "torch_triton_dist", "demo", *TINY]
 
 
 def as_a_command(ranks2) -> str:
-    """What the demo prints when torchrun starts its ranks, which compile with the workers of Inductor."""
+    """What the demo prints when torchrun starts its ranks."""
     done = subprocess.run(DEMO, capture_output=True, text=True, timeout=380, check=False)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     return done.stdout

@@ -114,10 +114,12 @@ def test_arguments_that_make_no_sense(arguments, says, capsys):
 
 
 def test_environment_of_the_ranks(monkeypatch):
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    for variable in ("OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS"):
+        monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     cpu, cuda = launcher.environment("cpu", 10**6), launcher.environment("cuda", 2)
     assert cpu["CUDA_VISIBLE_DEVICES"] == "" and cpu["TORCH_TRITON_DIST_DEVICE"] == "cpu" and cpu["OMP_NUM_THREADS"] == "1"
+    assert cpu["TORCHINDUCTOR_COMPILE_THREADS"] == "1"
     assert cuda["CUDA_VISIBLE_DEVICES"] == "0,1" and cuda["TORCH_TRITON_DIST_DEVICE"] == "cuda"
 
 

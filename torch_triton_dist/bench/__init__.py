@@ -19,6 +19,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from ..launcher import environment
+
 SHAPES = {
     "table": "the project's table",
     "random": "random layers of Llama, Qwen, Mistral and GPT models (--seed, --count)",
@@ -97,12 +99,7 @@ def run_ranks(options: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     from ..demo import end
     from .state import State
 
-    env = dict(os.environ)
-    if options.device == "cpu":
-        env |= {"CUDA_VISIBLE_DEVICES": "", "TRITON_DEFAULT_BACKEND": "cpu"}
-        env.setdefault("OMP_NUM_THREADS", "1")
-    else:
-        env.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // options.nproc, 1)))
+    env = environment(options.device, options.nproc)
     with TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.nproc}"]
         # The options go through a file: torchrun takes some of them for its own.

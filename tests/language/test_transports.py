@@ -1,4 +1,4 @@
-"""What each function of the device language does, from one source on every transport: `host` (ranks on the CPU), `p2p` and `nvshmem` (GPUs).
+"""What each function of the device language does, from one source on every transport: `host` (ranks on the CPU), `p2p`, `nvshmem` (GPUs).
 
 The kernels say nothing of a context (`torch_triton_dist.jit`), so with NVSHMEM each call goes to its device library. All of them run in
 one world: NVSHMEM starts once a process, and linking it costs seconds a kernel, hence few kernels that call many functions. A run
@@ -170,7 +170,8 @@ def run_copies(rank, world, wrong, programs=3):
                 expected[skew_to : skew_to + nbytes] = sent[program, number, skew_from : skew_from + nbytes]
                 differ = (got[program, number] != expected).nonzero().flatten().tolist()
                 if differ:
-                    wrong[name].append(f"{nbytes} bytes from {skew_from} to {skew_to}, program {program}: {len(differ)} wrong, {differ[:4]}")
+                    case = f"{nbytes} bytes from {skew_from} to {skew_to}, program {program}"
+                    wrong[name].append(f"{case}: {len(differ)} wrong, at {differ[:4]}")
     utils.barrier_all_on_stream()
 
 
@@ -263,7 +264,8 @@ def run_signals(rank, world, wrong):
 
 COMPARISONS = ["EQ", "NE", "GT", "LE", "LT", "GE"]  # in the order of their values
 # The signal goes from the first number, where the comparison with the third does not hold, to the second, where it does.
-START, END, VALUE = (tl.constexpr(column) for column in zip(*[(3, 7, 7), (3, 7, 3), (7, 8, 7), (8, 7, 7), (7, 6, 7), (6, 7, 7)], strict=True))
+MOVES = [(3, 7, 7), (3, 7, 3), (7, 8, 7), (8, 7, 7), (7, 6, 7), (6, 7, 7)]
+START, END, VALUE = (tl.constexpr(column) for column in zip(*MOVES, strict=True))
 
 
 @ttd.jit(do_not_specialize=["BASE"])
@@ -308,33 +310,34 @@ COLLECTIVES = ["broadcastmem_block", "broadcastmem_block", "fcollectmem_block", 
 ROOM = tl.constexpr(1040)  # bytes from each rank
 
 
-@ttd.jit(do_not_specialize=["NBYTES", "ROOT"])
-def collectives(DEST, SOURCE, NBYTES, ROOT):
-    room = 4 * ROOM
-    shmem.broadcastmem_block(shmem.NVSHMEM_TEAM_WORLD, DEST, SOURCE, NBYTES, ROOT)
-    shmem.broadcastmem_block(shmem.NVSHMEMX_TEAM_NODE, DEST + room, SOURCE, NBYTES, ROOT)
-    shmem.fcollectmem_block(shmem.NVSHMEM_TEAM_WORLD, DEST + 2 * room, SOURCE, NBYTES)
-    shmem.fcollectmem_block(shmem.NVSHMEMX_TEAM_NODE, DEST + 3 * room, SOURCE, NBYTES)
+@ttd.jit(do_not_specialize=["NBYTES", "ROOT", "SKEW"])
+def collectives(DEST, SOURCE, NBYTES, ROOT, SKEW):
+    room: tl.constexpr = 4 * ROOM
+    source, dest = SOURCE + SKEW, DEST + SKEW
+    shmem.broadcastmem_block(shmem.NVSHMEM_TEAM_WORLD, dest, source, NBYTES, ROOT)
+    shmem.broadcastmem_block(shmem.NVSHMEMX_TEAM_NODE, dest + room, source, NBYTES, ROOT)
+    shmem.fcollectmem_block(shmem.NVSHMEM_TEAM_WORLD, dest + 2 * room, source, NBYTES)
+    shmem.fcollectmem_block(shmem.NVSHMEMX_TEAM_NODE, dest + 3 * room, source, NBYTES)
 
 
 def run_collectives(rank, world, wrong):
     source = utils.create_symm_tensor(ROOM.value, torch.int8)
     dest = utils.create_symm_tensor((4, 4 * ROOM.value), torch.int8)
     source.copy_(pattern(rank, ROOM.value))
-    for nbytes, root in ((1024, 0), (1000, world - 1), (16, 1), (7, 0), (1021, 1)):
+    for nbytes, root, skew in ((1024, 0, 0), (1000, world - 1, 0), (16, 1, 8), (7, 0, 3), (1021, 1, 1)):
         dest.fill_(-1)
         utils.barrier_all_on_stream()
-        collectives[(1,)](dest, source, nbytes, root)
+        collectives[(1,)](dest, source, nbytes, root, skew)
         utils.barrier_all_on_stream()
-        sent = [pattern(pe, ROOM.value)[:nbytes] for pe in range(world)]
+        sent = [pattern(pe, ROOM.value)[skew : skew + nbytes] for pe in range(world)]
         for number, (name, got) in enumerate(zip(COLLECTIVES, dest.cpu(), strict=True)):
             expected = torch.full((4 * ROOM.value,), -1, dtype=torch.int8)
             data = sent[root] if name.startswith("broadcast") else torch.cat(sent)
-            expected[: len(data)] = data
+            expected[skew : skew + len(data)] = data
             differ = (got != expected).nonzero().flatten().tolist()
             if differ:
                 team = TEAMS[number % 2 * 2]
-                wrong[name].append(f"{nbytes} bytes, root {root}, {team}: {len(differ)} wrong, {differ[:4]}")
+                wrong[name].append(f"{nbytes} bytes from {skew} on, root {root}, {team}: {len(differ)} wrong, at {differ[:4]}")
     utils.barrier_all_on_stream()
 
 
@@ -475,7 +478,7 @@ KERNELS = {
     copies: {"DEST": "*i8", "SOURCE": "*i8", "NBYTES": "i32", "FROM": "i32", "TO": "i32"},
     signals: {"OUT": "*i64", "DEST": "*i32", "SOURCE": "*i32", "FULL": "*i64", "EMPTY": "*i64", "N": "i32", "COUNT": "i32", "SKEW": "i32"},
     comparisons: {"OUT": "*i64", "SIGNAL": "*i64", "READY": "*i64", "BASE": "i64"},
-    collectives: {"DEST": "*i8", "SOURCE": "*i8", "NBYTES": "i32", "ROOT": "i32"},
+    collectives: {"DEST": "*i8", "SOURCE": "*i8", "NBYTES": "i32", "ROOT": "i32", "SKEW": "i32"},
     messages: {"OUT": "*i64", "DATA": "*i32", "FLAGS": "*i64", "WRONG": "*i64"},
 }
 

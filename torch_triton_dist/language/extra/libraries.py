@@ -17,6 +17,12 @@ def _package_folders(package: str, *below: str) -> list[Path]:
     return [Path(place, *below) for place in (spec.submodule_search_locations or ())] if spec else []
 
 
+def nvshmem_folders() -> list[Path]:
+    """Where NVSHMEM's libraries may be: $NVSHMEM_LIB_DIR, then the pip package."""
+    folders = [Path(os.environ["NVSHMEM_LIB_DIR"])] if os.environ.get("NVSHMEM_LIB_DIR") else []
+    return folders + _package_folders("nvidia.nvshmem", "lib")
+
+
 def nvshmem(arch: int) -> Path:
     """NVSHMEM's device library (LLVM bitcode) for compute capability `arch` (90, say): the single file of releases up to 3.4, or the
     file for the newest architecture that is not newer than `arch`. $NVSHMEM_LIB_DIR comes before the pip package.
@@ -24,8 +30,7 @@ def nvshmem(arch: int) -> Path:
     Raises:
         RuntimeError: there is none.
     """
-    folders = [Path(os.environ["NVSHMEM_LIB_DIR"])] if os.environ.get("NVSHMEM_LIB_DIR") else []
-    folders += _package_folders("nvidia.nvshmem", "lib")
+    folders = nvshmem_folders()
     for folder in folders:
         single = folder / "libnvshmem_device.bc"
         if single.is_file():

@@ -36,7 +36,7 @@ cpu.ensure_registered()
 TEAMS = ["NVSHMEM_TEAM_WORLD", "NVSHMEM_TEAM_SHARED", "NVSHMEMX_TEAM_NODE"]
 BARRIERS = [
     "barrier_all", "barrier_all_warp", "barrier_all_block", "sync_all", "sync_all_warp", "sync_all_block",
-    "barrier", "barrier_warp", "barrier_block", "barrier_block", "barrier_block",
+    "barrier", "barrier_warp", "barrier_block", "barrier_block",
 ]  # fmt: skip
 ROUNDS = 20
 KINDS = tl.constexpr(len(BARRIERS))
@@ -51,7 +51,7 @@ def meet(KIND: tl.constexpr):
     elif KIND == 5:
         shmem.sync_all_block()
     elif KIND >= 8:
-        shmem.barrier_block(KIND - 8)  # of each team
+        shmem.barrier_block(2 * (KIND - 8))  # NVSHMEM_TEAM_WORLD, NVSHMEMX_TEAM_NODE
     else:
         __syncthreads()
         if tid(0) < 32:
@@ -178,15 +178,15 @@ def run_copies(rank, world, wrong, programs=3):
 # ------------------------------------------------------------------------------------------------------ signals (one program)
 
 SIGNALS = [*[f"putmem_signal{nbi}{scope}" for nbi in ("", "_nbi") for scope in ("", "_warp", "_block")], "fence", "quiet"]
-WAYS = tl.constexpr(2 * len(SIGNALS))  # by setting, by adding
-WORDS = tl.constexpr(64)  # int32 numbers that each way has room for
+OPS = ["SET", "ADD"]  # in turn, so that each scope has both
+FORMS = tl.constexpr(len(SIGNALS))
+WORDS = tl.constexpr(64)  # int32 numbers that each form has room for
 
 
 @ttd.jit
-def put_and_signal(WAY: tl.constexpr, dest, source, nbytes, full, value, pe):
-    """Way WAY: function WAY // 2 of SIGNALS, with SET or with ADD."""
-    OP: tl.constexpr = 9 + WAY % 2  # NVSHMEM_SIGNAL_SET, NVSHMEM_SIGNAL_ADD
-    FORM: tl.constexpr = WAY // 2
+def put_and_signal(FORM: tl.constexpr, dest, source, nbytes, full, value, pe):
+    """Function FORM of SIGNALS."""
+    OP: tl.constexpr = 9 + FORM % 2  # NVSHMEM_SIGNAL_SET, NVSHMEM_SIGNAL_ADD
     if FORM == 2:
         shmem.putmem_signal_block(dest, source, nbytes, full, value, OP, pe)
     elif FORM == 5:
@@ -214,51 +214,51 @@ def put_and_signal(WAY: tl.constexpr, dest, source, nbytes, full, value, pe):
 
 @ttd.jit(do_not_specialize=["N", "COUNT", "SKEW"])
 def signals(OUT, DEST, SOURCE, FULL, EMPTY, N, COUNT, SKEW):
-    """Every round and way: COUNT numbers, SKEW numbers into the region, and a signal to the next rank; wait for the signal of the one
+    """Every round and form: COUNT numbers, SKEW numbers into the region, and a signal to the next rank; wait for the signal of the one
     before, count the numbers that are not its; tell it that they were read."""
     me, world = shmem.my_pe(), shmem.n_pes()
     after, before = (me + 1) % world, (me + world - 1) % world
     index = tl.arange(0, WORDS)
-    for way in tl.static_range(WAYS):
-        source, dest = SOURCE + way * WORDS + SKEW, DEST + way * WORDS + SKEW
+    for form in tl.static_range(FORMS):
+        source, dest = SOURCE + form * WORDS + SKEW, DEST + form * WORDS + SKEW
         wrong = tl.full((), 0, tl.int32)
         for i in range(1, N + 1):
             tl.store(source + index, i * 10000 + me * 1000 + index, mask=index < COUNT)
-            value = i if way % 2 == 0 else 1
-            put_and_signal(way, dest, source, COUNT * 4, FULL + way, value, after)
-            shmem.signal_wait_until(FULL + way, shmem.NVSHMEM_CMP_EQ, i)
+            value = i if form % 2 == 0 else 1
+            put_and_signal(form, dest, source, COUNT * 4, FULL + form, value, after)
+            shmem.signal_wait_until(FULL + form, shmem.NVSHMEM_CMP_EQ, i)
             got = tl.load(dest + index, mask=index < COUNT, other=0)
             wrong += tl.sum(((got != i * 10000 + before * 1000 + index) & (index < COUNT)).to(tl.int32))
             __syncthreads()
             if tid(0) == 0:
-                shmem.signal_op(EMPTY + way, 1, shmem.NVSHMEM_SIGNAL_ADD, before)
-            shmem.signal_wait_until(EMPTY + way, shmem.NVSHMEM_CMP_GE, i)
-        tl.store(OUT + way, wrong)
+                shmem.signal_op(EMPTY + form, 1, shmem.NVSHMEM_SIGNAL_ADD, before)
+            shmem.signal_wait_until(EMPTY + form, shmem.NVSHMEM_CMP_GE, i)
+        tl.store(OUT + form, wrong)
 
 
 def run_signals(rank, world, wrong):
-    shape = (WAYS.value, WORDS.value)
+    shape = (FORMS.value, WORDS.value)
     source, dest = utils.create_symm_tensor(shape, torch.int32), utils.create_symm_tensor(shape, torch.int32)
-    full, empty = (utils.create_symm_tensor(WAYS.value, utils.NVSHMEM_SIGNAL_DTYPE) for _ in range(2))
+    full, empty = (utils.create_symm_tensor(FORMS.value, utils.NVSHMEM_SIGNAL_DTYPE) for _ in range(2))
     for count, skew in ((51, 0), (51, 1), (64, 0), (1, 3)):
         for tensor in (dest, full, empty):
             tensor.zero_()
         utils.barrier_all_on_stream()
-        out = zeros(WAYS.value)
+        out = zeros(FORMS.value)
         signals[(1,)](out, dest, source, full, empty, ROUNDS, count, skew)
         utils.barrier_all_on_stream()
-        for way, (missed, signal, acknowledged) in enumerate(zip(out.tolist(), full.tolist(), empty.tolist(), strict=True)):
-            name, how = SIGNALS[way // 2], ["SET", "ADD"][way % 2]
-            if missed:
-                wrong[name].append(f"{how}: {missed} of {ROUNDS * count} numbers were not there behind the signal ({count}, {skew})")
-            if signal != ROUNDS:
-                wrong["signal_op" if way >= 12 else name].append(f"{how}: the signal is {signal} after {ROUNDS} rounds")
-            if acknowledged != ROUNDS:
-                wrong["signal_op"].append(f"ADD: {acknowledged} after {ROUNDS} additions")
         outside = dest.cpu().clone()
         outside[:, skew : skew + count] = 0
-        for way in outside.sum(1).nonzero().flatten().tolist():
-            wrong[SIGNALS[way // 2]].append(f"stored outside of the {count} numbers from {skew} on")
+        for form, name in enumerate(SIGNALS):
+            case = f"{OPS[form % 2]}, {count} numbers from {skew} on"
+            if out[form]:
+                wrong[name].append(f"{case}: {out[form]} of {ROUNDS * count} were not there behind the signal")
+            if full[form] != ROUNDS:
+                wrong["signal_op" if form >= 6 else name].append(f"{case}: the signal is {full[form]} after {ROUNDS} rounds")
+            if empty[form] != ROUNDS:
+                wrong["signal_op"].append(f"ADD: {empty[form]} after {ROUNDS} additions")
+            if outside[form].any():
+                wrong[name].append(f"{case}: stored outside of them")
     utils.barrier_all_on_stream()
 
 
@@ -273,7 +273,7 @@ def comparisons(OUT, SIGNAL, READY, BASE):
     """In turns, one rank of each pair waits and the other moves its signals: not before it is told that the first one waits."""
     me = shmem.my_pe()
     partner = me ^ 1
-    for turn in tl.static_range(2):
+    for turn in range(2):
         for cmp in tl.static_range(6):
             if me % 2 == turn:
                 if tid(0) == 0:

@@ -455,7 +455,7 @@ def answers(request):
         if torch.cuda.device_count() < world:
             pytest.skip(f"needs {world} GPUs, {torch.cuda.device_count()} are here")
         if transport == "nvshmem":
-            pytest.importorskip("nvshmem.core", reason="NVSHMEM needs nvshmem4py", exc_type=ImportError)
+            pytest.importorskip("nvshmem.core", reason="NVSHMEM needs nvshmem4py")
         found = run_ranks(everything, world, transport, device="cuda", timeout=240)
     print(f"{transport}, {world} ranks, rank 0, seconds since the start: {found[0][1]}")
     return [wrong for wrong, _ in found]

@@ -148,7 +148,13 @@ def jit(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
 
 
 def _explain(error: Exception, name: str) -> None:
-    """Raises another error if the compilation of kernel `name` failed for want of a SHMEM function."""
+    """Raises another error if the compilation of kernel `name` failed for want of a SHMEM function, or of a library that can be read."""
+    unread = re.search(r"Failed to parse library at (\S*shmem\S*)", str(error))
+    if unread is not None:
+        raise RuntimeError(
+            f"kernel {name}: the LLVM of Triton {triton.__version__} cannot read {unread.group(1)}, which a newer one has written. Install "
+            "an older nvidia-nvshmem (3.4.5, say; NVSHMEM_LIB_DIR names another folder) or a newer Triton"
+        ) from error
     found = re.search(r"[Uu]n(?:resolved extern function|defined symbol:?|defined reference to) [`']?(\w*shmem\w*)", str(error))
     if found is not None:
         raise RuntimeError(

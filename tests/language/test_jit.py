@@ -294,6 +294,17 @@ def test_a_library_without_the_function():
     module._explain(RuntimeError("ptxas fatal: out of registers"), "k")
 
 
+def test_a_library_that_triton_cannot_read(tmp_path):
+    """NVSHMEM 3.8 with Triton 3.6, for one."""
+    module = sys.modules[ttd.jit.__module__]
+    library = tmp_path / "libnvshmem_device_sm_90.bc"
+    library.write_bytes(b"BC")
+    with pytest.raises(ValueError, match="Failed to parse library") as refused:
+        asm_of("constexpr", extern_libs={"libnvshmem_device": str(library)})
+    with pytest.raises(RuntimeError, match=r"kernel k: the LLVM of Triton \S+ cannot read \S+_90.bc, which a newer one has written"):
+        module._explain(refused.value, "k")
+
+
 # ------------------------------------------------------------------------------------------------------------ bad input
 
 

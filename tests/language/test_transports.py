@@ -10,6 +10,7 @@ returns what was wrong by function, and each function has a test of its own, whi
 
 from __future__ import annotations
 
+import re
 import time
 from collections import defaultdict
 
@@ -483,6 +484,14 @@ KERNELS = {
 }
 
 
+def compiled(kernel, ctx: str, **options) -> dict:
+    """Machine code of `kernel` for sm_90. ctx: "*i64", or "constexpr" for None."""
+    kernel.parse()
+    constants = {"ctx": None} if ctx == "constexpr" else {}
+    source = triton.compiler.ASTSource(fn=kernel, signature=KERNELS[kernel] | {"ctx": ctx}, constexprs=constants)
+    return triton.compile(source, target=TARGETS["sm_90"], options=options).asm
+
+
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.__name__)
 def test_kernels_link_with_nvshmem(kernel):
     """For a machine without GPUs: every call finds its function in the library, with the parameters that it has there."""
@@ -490,7 +499,13 @@ def test_kernels_link_with_nvshmem(kernel):
         library = libraries.extern_libs("cuda", 90)
     except RuntimeError as missing:
         pytest.skip(str(missing))
-    kernel.parse()
-    source = triton.compiler.ASTSource(fn=kernel, signature=KERNELS[kernel] | {"ctx": "constexpr"}, constexprs={"ctx": None})
-    asm = triton.compile(source, target=TARGETS["sm_90"], options={"extern_libs": library}).asm
+    asm = compiled(kernel, "constexpr", extern_libs=library)
     assert asm["cubin"][:4] == b"\x7fELF" and b"nvshmemi_device_state_d" in asm["cubin"]
+    # What was inlined is gone. A call that stays would be one whose parameters differ from those of the function.
+    assert not re.search(r"call[^;]*\bnvshmemx?_\w+", asm["ptx"])
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.__name__)
+def test_kernels_compile_for_p2p(kernel):
+    asm = compiled(kernel, "*i64")
+    assert asm["cubin"][:4] == b"\x7fELF" and "nvshmem" not in asm["ptx"]

@@ -150,6 +150,42 @@ def test_nvshmem_links():
     assert not re.findall(r"\.extern \.func.*nvshmem", asm["ptx"])
 
 
+class Linked(Exception):
+    """The text of a module that has been linked and not yet optimised."""
+
+
+def test_nvshmem_signatures(monkeypatch, tmp_path):
+    """Every call has the parameters and the result of the function in the pip package's library: LLVM links and inlines one that has
+    not, and what it then does is undefined. Addresses go as integers, and a function that returns nothing as one of an int32."""
+    from triton._C.libtriton import llvm
+
+    try:
+        library = libraries.extern_libs("cuda", 90)
+    except RuntimeError as missing:
+        pytest.skip(str(missing))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+    def stop(module, *options):
+        raise Linked(str(module))
+
+    monkeypatch.setattr(llvm, "optimize_module", stop)
+    with pytest.raises(Linked) as stopped:
+        linked(everything, "sm_90", library, TEAMS=True, MULTICAST=True)
+    text = str(stopped.value)
+    kernel = text[text.index("@everything(") :].split("\n}\n")[0]
+    calls = re.findall(r"call (\w+) @(nvshmemx?_\w+)\((.*?)\)", kernel)
+    defined = {
+        name: (result, [parameter.split()[0] for parameter in parameters.split(", ") if parameter])
+        for result, name, parameters in re.findall(r"^define .*?(\w+) @(nvshmemx?_\w+)\((.*?)\)", text, re.MULTILINE)
+    }
+    assert {name for _, name, _ in calls} == {device_library.nvshmem_symbol(name) for name in device_library._SIGNATURES}
+    for result, name, arguments in calls:
+        returns, parameters = defined[name]
+        given = [argument.split()[0] for argument in arguments.split(", ") if argument]
+        assert given == ["i64" if kind == "ptr" else kind for kind in parameters], name
+        assert result == {"void": "i32", "ptr": "i64"}.get(returns, returns), (name, result, returns)
+
+
 # ------------------------------------------------------------------------------------------------------ finding them
 
 

@@ -10,7 +10,6 @@ returns what was wrong by function, and each function has a test of its own, whi
 
 from __future__ import annotations
 
-import re
 import time
 from collections import defaultdict
 
@@ -494,15 +493,13 @@ def compiled(kernel, ctx: str, **options) -> dict:
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.__name__)
 def test_kernels_link_with_nvshmem(kernel):
-    """For a machine without GPUs: every call finds its function in the library, with the parameters that it has there."""
+    """For a machine without GPUs: every call finds its function in the library (`test_device_library.py` compares their parameters)."""
     try:
         library = libraries.extern_libs("cuda", 90)
     except RuntimeError as missing:
         pytest.skip(str(missing))
     asm = compiled(kernel, "constexpr", extern_libs=library)
     assert asm["cubin"][:4] == b"\x7fELF" and b"nvshmemi_device_state_d" in asm["cubin"]
-    # What was inlined is gone. A call that stays would be one whose parameters differ from those of the function.
-    assert not re.search(r"call[^;]*\bnvshmemx?_\w+", asm["ptx"])
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.__name__)

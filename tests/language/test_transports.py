@@ -10,6 +10,7 @@ returns what was wrong by function, and each function has a test of its own, whi
 
 from __future__ import annotations
 
+import re
 import time
 from collections import defaultdict
 
@@ -500,6 +501,8 @@ def test_kernels_link_with_nvshmem(kernel):
         pytest.skip(str(missing))
     asm = compiled(kernel, "constexpr", extern_libs=library)
     assert asm["cubin"][:4] == b"\x7fELF" and b"nvshmemi_device_state_d" in asm["cubin"]
+    if kernel is comparisons:  # a wait is an acquire: NVSHMEM's own polls with volatile loads, and fences nothing
+        assert len(re.findall(r"fence\.acq_rel\.sys", asm["ptx"])) >= 12
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.__name__)

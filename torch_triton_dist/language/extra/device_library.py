@@ -99,8 +99,11 @@ def call(name: Any, *args: Any, _semantic: Any = None) -> core.tensor:
 
 @core.builtin
 def signal_wait_until(sig_addr: Any, cmp_: Any, cmp_val: Any, _semantic: Any = None) -> core.tensor:
-    """The value of the signal, int64. rocSHMEM's function returns nothing, so the word is read again."""
+    """The value of the signal, int64. An acquire: NVSHMEM itself polls with volatile loads and no fence behind them, so a line of the
+    data that was read before may still be in the cache. rocSHMEM's function returns nothing, so the word is read again."""
     seen = call("signal_wait_until", sig_addr, cmp_, cmp_val, _semantic=_semantic)
     if _semantic.builder.options.backend_name == "hip":
         seen = language_extra.ld(sig_addr, "sys", "acquire", _semantic=_semantic)
+    else:
+        language_extra.fence("acq_rel", "sys", _semantic=_semantic)
     return _semantic.cast(seen, core.int64)

@@ -11,7 +11,8 @@ Scopes: a call without suffix is made by each thread that comes by (so guard it:
 together, `_block` by all threads of a program together, with barriers of the block in front and behind. On the CPU a program is one
 thread, and all three are the same.
 
-Signals are 64-bit words of the symmetric heap. A signal is a release and a wait is an acquire, at the scope of the whole system.
+Signals are 64-bit words of the symmetric heap. A signal is a release and a wait is an acquire, at the scope of the whole system. With a
+library, `signal_op` alone is no release: put `fence` in front of it where it stands for data.
 """
 
 from __future__ import annotations

@@ -52,7 +52,8 @@ class Worker:
         self.turns = Turns(folder)
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        items.sort(key=lambda item: not has_the_machine(item))  # a stable sort: all else stays in order
+        # A stable sort: all else stays in order. No worker is left with a long test when the other has none.
+        items.sort(key=lambda item: (not has_the_machine(item), item.get_closest_marker("long") is None))
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)  # around everything, so that no time limit counts the wait
     def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, bool, bool]:

@@ -181,6 +181,7 @@ FACTOR = 1.1
 FACTOR_ONE = 1.5
 
 
+@pytest.mark.long
 @pytest.mark.timeout(400)  # compiles forward and backward twice on every rank
 @pytest.mark.parametrize(
     ("world", "sequence_parallel", "dtype"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
@@ -64,6 +65,7 @@ def two_models(rank: int, world: int) -> None:
     assert groups[row] == 2 and groups[everybody] == 4
 
 
+@pytest.mark.long
 def test_two_models_two_groups_and_another_shape(ranks4):
     ranks4.run(two_models, timeout=170)
 

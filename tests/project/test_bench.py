@@ -54,6 +54,7 @@ def rows(folder: Path) -> dict[str, dict]:
     return {row["op"]: row for row in json.loads((folder / "bench.json").read_text(encoding="utf-8"))["rows"]}
 
 
+@pytest.mark.long
 def test_quick_run_writes_a_table(tmp_path):
     done = bench("--quick", folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
@@ -72,6 +73,7 @@ def test_quick_run_writes_a_table(tmp_path):
         assert [row["op"] for row in csv.DictReader(file)] == [AG, RS, AR]
 
 
+@pytest.mark.long
 def test_bad_variants_are_reported_and_left_out(tmp_path):
     (tmp_path / "bad.py").write_text(BAD, encoding="utf-8")
     # The limit ends the variant that hangs, and none that compiles beside other tests.
@@ -95,6 +97,7 @@ def test_a_wrong_op_of_ours_is_an_error(tmp_path):
     assert set(row["us"]) == {"gemm", "nccl", "gemm+nccl"} and row["best_peer"] == "gemm+nccl"
 
 
+@pytest.mark.long
 def test_whole_blocks(tmp_path):
     done = bench("--e2e", folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]

@@ -57,6 +57,7 @@ def in_ranks_of_the_tests(ranks2) -> str:
     return text
 
 
+@pytest.mark.long
 @pytest.mark.timeout(400)  # the model is compiled twice, forward and backward
 @pytest.mark.parametrize(
     ("run", "patterns"),
@@ -117,6 +118,7 @@ def wait_until(condition, seconds: float) -> bool:
     return True
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("what", "option"), [("interrupt", []), ("a rank dies", [REPLICATED])], ids=["interrupt", "a rank dies"])
 def test_no_process_is_left(what, option):
     """In passing: the ranks are told whether the model is sequence parallel."""

@@ -27,6 +27,7 @@ def test_python_blocks_compile():
         ast.parse(block)
 
 
+@pytest.mark.long
 def test_first_script_runs_and_fuses(tmp_path):
     script = tmp_path / "first.py"
     script.write_text(next(block for block in blocks(ROOT / "README.md", "python") if "init_process_group" in block))

@@ -1,4 +1,4 @@
-"""tests/turns.py: under pytest-xdist no test runs beside one that is marked `alone`."""
+"""tests/turns.py: under pytest-xdist no test runs beside one that is marked `alone`, and those marked `long` come first."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from tests import turns
 def pytest_configure(config):
     config.addinivalue_line("markers", "alone: ")
     config.addinivalue_line("markers", "gpu: ")
+    config.addinivalue_line("markers", "long: ")
     turns.register(config)
 """
 # Every test says when it began and ended, and in which worker.
@@ -38,6 +39,10 @@ def test_alone(mark, request):
 def test_that_fails():
     work("others too")
     assert False
+
+@pytest.mark.long
+def test_long():
+    work("others: the long one")
 """
 
 
@@ -51,12 +56,14 @@ def times(folder: Path, *options: str) -> tuple[list, list]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     environment |= {"PYTHONPATH": str(ROOT), "TMPDIR": str(folder / "temporary")}
     done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 1 and "1 failed, 16 passed" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 1 and "1 failed, 17 passed" in done.stdout, done.stdout + done.stderr
     assert not list((folder / "temporary").glob("turns-*"))
     found = {path.name: path.read_text().split() for path in (folder / "times").iterdir()}
     ran = {name: (float(begin), float(end), worker) for name, (begin, end, worker) in found.items()}
     others = [entry for name, entry in ran.items() if name.startswith("others")]
-    assert len(others) == 13 and len(ran) == 17
+    assert len(others) == 14 and len(ran) == 18
+    if "-n2" in options:
+        assert sorted(others).index(ran["others: the long one"]) <= 1  # with two workers, one other may begin before it
     return [entry for name, entry in ran.items() if not name.startswith("others")], others
 
 

@@ -310,6 +310,8 @@ def plan(
     # Chunks of 64 KiB or more for each peer, as far as that leaves one for every program.
     group_k = align(cdiv(k, groups))
     chunk_m = max(power_of_two((1 << 16) // (group_k * dtype.itemsize)), tile.m // power_of_two(cdiv(PROCESSORS, max(1, tiles_m))))
+    if world == 2:  # a chunk for one peer costs a claim and a wait for its stores, as one for three does; each sender still gets one
+        chunk_m = max(chunk_m, min(4 * chunk_m, power_of_two(rows // SENDERS + 1) // 2))
     chunk_m = min(tile.m, chunk_m)
     slot_bytes = align(world * rows * k * dtype.itemsize)
     constants = {

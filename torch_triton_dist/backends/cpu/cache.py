@@ -19,8 +19,9 @@ def _digest(path: str) -> str:
     return hashlib.sha256(Path(path).read_bytes()).hexdigest()
 
 
-# Seconds after which a kernel is compiled though another process began with it: that one may have been stopped.
-PATIENCE_S = 30.0
+# Seconds after which a kernel is compiled though another process began with it: that one may have been stopped, or have got an error that
+# somebody still holds, and this object with it.
+PATIENCE_S = 5.0
 
 
 class CheckedCacheManager(FileCacheManager):

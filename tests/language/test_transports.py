@@ -284,8 +284,12 @@ def comparisons(OUT, SIGNAL, READY, BASE):
             else:
                 shmem.signal_wait_until(READY + cmp, shmem.NVSHMEM_CMP_EQ, 1)
                 if tid(0) == 0:
-                    for _ in range(500):  # it takes a while, so that a wait that does not wait sees the first number
-                        ld(READY + cmp, "sys", "acquire")
+                    # It takes a while, so that a wait that does not wait sees the first number. What is loaded is used: see `compare` in
+                    # test_libshmem.py.
+                    read = tl.full((), 0, tl.int64)
+                    for _ in range(500):
+                        read += ld(READY + cmp, "sys", "acquire")
+                    tl.store(OUT + 6 + cmp, read)
                     shmem.signal_op(SIGNAL + cmp, BASE + END[cmp], shmem.NVSHMEM_SIGNAL_SET, partner)
 
 
@@ -295,10 +299,10 @@ def run_comparisons(rank, world, wrong):
         signal.copy_(torch.tensor(START.value) + base)
         ready.zero_()
         utils.barrier_all_on_stream()
-        out = zeros(6)
+        out = zeros(12)
         comparisons[(1,)](out, signal, ready, base)
         utils.barrier_all_on_stream()
-        for cmp, (seen, first, last) in enumerate(zip(out.tolist(), START.value, END.value, strict=True)):
+        for cmp, (seen, first, last) in enumerate(zip(out[:6].tolist(), START.value, END.value, strict=True)):
             if seen != last:
                 wrong["signal_wait_until"].append(f"{COMPARISONS[cmp]}: returned {seen}; the signal went from {first} to {last} (+ {base})")
         if signal.tolist() != [base + last for last in END.value]:

@@ -215,6 +215,18 @@ def test_result_kept_before_and_after_wait():
     check(fn, X, W1, ops=[RS])
 
 
+@pytest.mark.parametrize("dim", [0, 1])
+def test_awaited_again(dim):
+    """As a model does that waits in its own words for what functional collectives already wait for under torch.compile."""
+    wait = c10d.wait_tensor
+    x = X3 if dim else X
+    captured = check(lambda x, a: (wait(gather(x)) @ a, wait(wait(gather(x)))), X, W1, ops=[AG])
+    assert not captured.fused.graph.find_nodes(op="call_function", target=wait.default)
+    for collective, name in ((lambda y: all_reduce(y, "sum", NAMES[2]), AR), (lambda y: reduce_scatter_tensor(y, "sum", dim, NAMES[2]), RS)):
+        captured = check(lambda x, a, collective=collective: wait(collective(x @ a)) * 2, x, W1, ops=[name])
+        assert not captured.fused.graph.find_nodes(op="call_function", target=wait.default)
+
+
 def test_in_place_spellings():
     def gather_into(x, a):
         out = x.new_empty(8, 32)

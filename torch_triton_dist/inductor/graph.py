@@ -166,6 +166,8 @@ def results(collectives: Iterable[fx.Node]) -> list[fx.Node]:
     found = []
     for node in collectives:
         waits = [user for user in node.users if is_wait(user)]
+        for wait in waits:  # to wait again, as a model may do in its own words, changes nothing
+            waits += [user for user in wait.users if is_wait(user)]
         if not waits:
             raise Rejected(reasons.NOT_AWAITED)
         # The collective itself is the same tensor; activation checkpointing is known to save it rather than the awaited one.

@@ -37,7 +37,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from .launcher import environment
+from .launcher import environment, torchrun_command
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}  # float16 would need loss scaling
 
@@ -420,8 +420,7 @@ def resolve(options: argparse.Namespace) -> str | None:
 def launch(options: argparse.Namespace) -> int:
     """Start the ranks with torchrun, wait for them, return the exit status. Ctrl-C ends the ranks first."""
     env = environment(options.device, options.nproc)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.nproc}"]
-    command += ["-m", "torch_triton_dist.demo", f"--device={options.device}", f"--dtype={options.dtype}"]
+    command = [*torchrun_command(options.nproc), "-m", "torch_triton_dist.demo", f"--device={options.device}", f"--dtype={options.dtype}"]
     command += [f"--steps={options.steps}", f"--lr={options.lr}"]
     command += [] if options.sequence_parallel else ["--no-sequence-parallel"]
     command += ["--explain"] if options.explain else []

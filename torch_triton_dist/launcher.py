@@ -42,8 +42,12 @@ def main(options: argparse.Namespace) -> int:
         return 2
     what = f"{options.nproc} rank{'s' if options.nproc > 1 else ''}"
     print(f"torch_triton_dist: {what} on {'the CPU' if device == 'cpu' else 'one GPU each'}", file=sys.stderr, flush=True)
-    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.nproc}"]
-    return subprocess.call([*words, options.file, *options.arguments], env=environment(device, options.nproc))
+    return subprocess.call([*torchrun_command(options.nproc), options.file, *options.arguments], env=environment(device, options.nproc))
+
+
+def torchrun_command(nproc: int) -> list[str]:
+    """The command that starts ranks on this machine; what they run follows behind it."""
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"]
 
 
 def environment(device: str, nproc: int) -> dict[str, str]:

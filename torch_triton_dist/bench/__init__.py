@@ -19,7 +19,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from ..launcher import environment
+from ..launcher import environment, torchrun_command
 
 SHAPES = {
     "table": "the project's table",
@@ -101,9 +101,8 @@ def run_ranks(options: argparse.Namespace) -> tuple[int, dict[str, Any]]:
 
     env = environment(options.device, options.nproc)
     with TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.nproc}"]
         # The options go through a file: torchrun takes some of them for its own.
-        command += ["-m", "torch_triton_dist", "bench", f"--state={folder}"]
+        command = [*torchrun_command(options.nproc), "-m", "torch_triton_dist", "bench", f"--state={folder}"]
         options.state = folder
         Path(folder, "options.json").write_text(json.dumps(vars(options)), encoding="utf-8")
         status = 1

@@ -11,9 +11,9 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 SITE   := import sysconfig; print(sysconfig.get_path("purelib"))
 HAS_GPU := $(shell if nvidia-smi -L 2>/dev/null | grep -q GPU || [ -e /dev/kfd ]; then echo 1; fi)
 
-# Workers of pytest-xdist, each with up to six ranks of one thread. 0: one test after the other in pytest itself, as --pdb needs, and where
-# there is a GPU: a second worker would set up ranks on the same GPUs.
-WORKERS ?= $(if $(HAS_GPU),0,2)
+# Workers of pytest-xdist, each with up to six ranks of one thread: on two cores three leave less idle than two. 0: one test after the other
+# in pytest itself, as --pdb needs, and where there is a GPU: a second worker would set up ranks on the same GPUs.
+WORKERS ?= $(if $(HAS_GPU),0,3)
 PYTEST  := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 # Versions of Triton that the CPU backend is tested with, each in an environment of its own.

@@ -1,4 +1,4 @@
-"""Tests that have the machine to themselves when pytest runs several workers (`-n 2`, as `make test` does).
+"""Tests that have the machine to themselves when pytest runs several workers (`-n 3`, as `make test` does).
 
 A test marked `alone` asserts a speed or a moment, or looks at what all processes of the machine hold; one marked `gpu` has the GPUs.
 Such a test starts when the workers have ended the tests they were in, and they start the next ones when it has ended. Under

@@ -30,7 +30,9 @@ _library.define(
 )
 _library.define("matmul_all_reduce(Tensor x, Tensor weight, str reduce_op, str group, *, Tensor? bias=None) -> Tensor")
 # What a compiled graph calls before each launch; see runtime.launch_context. The result is the context table, never fresh memory.
-_library.define("launch_context(Device device, str group, int nbytes, int nflags, str signature) -> Tensor")
+_library.define("launch_context(Device device, str group, int nbytes, int nflags, str signature, int landing=0) -> Tensor")
+# And behind it, where copy engines send the shard; see kernels.copies. The result is never fresh memory, either.
+_library.define("landing_area(Tensor context, str group, int nbytes) -> Tensor")
 
 
 def group_size(group: str) -> int:
@@ -121,10 +123,15 @@ def _matmul_all_reduce_fake(x, weight, reduce_op, group, *, bias=None):
 
 
 @torch.library.register_fake(f"{NAMESPACE}::launch_context", lib=_library)
-def _launch_context_fake(device, group, nbytes, nflags, signature):
+def _launch_context_fake(device, group, nbytes, nflags, signature, landing=0):
     from .runtime.layout import WORD, control_bytes
 
     return torch.empty(control_bytes(group_size(group)) // WORD, dtype=torch.int64, device=device)
+
+
+@torch.library.register_fake(f"{NAMESPACE}::landing_area", lib=_library)
+def _landing_area_fake(context, group, nbytes):
+    return context.new_empty(nbytes // context.itemsize)
 
 
 # --------------------------------------------------------------------------------------------------------------- eager
@@ -199,10 +206,16 @@ def _matmul_all_reduce(x, weight, reduce_op, group, *, bias=None):
     return out.view(*x.shape[:-1], weight.shape[1])
 
 
-def _launch_context(device, group, nbytes, nflags, signature):
+def _launch_context(device, group, nbytes, nflags, signature, landing=0):
     from . import runtime
 
-    return runtime.launch_context(device, group, nbytes, nflags, signature)
+    return runtime.launch_context(device, group, nbytes, nflags, signature, landing)
+
+
+def _landing_area(context, group, nbytes):
+    from .kernels import copies
+
+    return copies.landing_area(group, nbytes)
 
 
 for _key in ("CPU", "CUDA"):
@@ -210,6 +223,7 @@ for _key in ("CPU", "CUDA"):
     _library.impl("matmul_reduce_scatter", _matmul_reduce_scatter, _key)
     _library.impl("matmul_all_reduce", _matmul_all_reduce, _key)
 _library.impl("launch_context", _launch_context, "CompositeExplicitAutograd")
+_library.impl("landing_area", _landing_area, "CompositeExplicitAutograd")
 
 
 # ------------------------------------------------------------------------------------------------------------ autograd

@@ -75,6 +75,9 @@ def _ops_against_float64(rank, world, dtype):
                     )
                     assert torch.equal(gathered, whole)
                     worst.append((f"all_gather in {groups} groups, {splits} parts", m, _relative(got, exact), _relative(expected, exact)))
+                got, gathered = all_gather_matmul.run(x, weight, m, name, world, bias, True, copied=True)
+                assert torch.equal(gathered, whole)
+                worst.append(("all_gather by copies", m, _relative(got, exact), _relative(expected, exact)))
     return worst
 
 
@@ -111,6 +114,8 @@ def _changing_inputs(rank, world, launches):
         got, _ = all_gather_matmul.run(
             whole.chunk(world)[rank], rounded, 16, name, world, None, False, small=False, groups=2, splits=1 + launch % 2
         )
+        bad += (got.float() != exact.bfloat16().float()).sum()
+        got, _ = all_gather_matmul.run(whole.chunk(world)[rank], rounded, 16, name, world, None, False, copied=True)
         bad += (got.float() != exact.bfloat16().float()).sum()
         reduced = ops.matmul_all_reduce(whole, rounded, "avg", name)
         bad += (reduced.float() != exact.bfloat16().float()).sum()
@@ -151,10 +156,14 @@ class _Block(torch.nn.Module):
         return x + funcol.all_reduce(y, "sum", self.group)
 
 
-def _compiled(rank, world, mode, dtype, sequence, replays):
+def _compiled(rank, world, mode, dtype, sequence, replays, rows=64):
     from torch._dynamo.utils import counters
 
     import torch_triton_dist as ttd
+    from torch_triton_dist.kernels import all_gather_matmul
+
+    if rows > 64:  # large enough not to go in another form; by sizes alone, copies begin far above
+        all_gather_matmul.COPIED_BYTES, all_gather_matmul.COPIED_WORLDS = 0, (world,)
 
     torch.manual_seed(rank)
     device = rank_device()
@@ -165,7 +174,7 @@ def _compiled(rank, world, mode, dtype, sequence, replays):
     plain = torch.compile(model)
     worst = 0.0
     with torch.no_grad(), ttd.config.patch(cost_gate=False):
-        inputs = [torch.randn(64, 512, device=device, dtype=dtype) for _ in range(replays)]
+        inputs = [torch.randn(rows, 512, device=device, dtype=dtype) for _ in range(replays)]
         expected = [plain(x).clone() for x in inputs]
         with ttd.enabled():
             fused = torch.compile(model, mode=mode)
@@ -184,6 +193,64 @@ def test_compiled_replays(gpu_ranks, mode, sequence):
         assert worst < 2e-2
         wanted = {"all_gather_matmul": 2, "matmul_reduce_scatter": 2} if sequence else {"matmul_all_reduce": 2}
         assert counted == wanted
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_compiled_replays_with_copies(mode):
+    """Copy engines send, in ranks of their own, which take them from few bytes on."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    for worst, counted in run_ranks(_compiled, 2, mode, torch.bfloat16, True, 100, 2400, device="cuda", timeout=250):
+        assert worst < 2e-2
+        assert counted == {"all_gather_matmul": 2, "matmul_reduce_scatter": 2}
+
+
+def _replays_with_copies(rank, world):
+    """Replays on inputs that change: as captured, behind a launch for which the heap has grown, and behind a reset."""
+    import torch_triton_dist as ttd
+    from torch_triton_dist.kernels import all_gather_matmul
+
+    device, name = rank_device(), _name()
+    rows, k, n = 2048, 1024, 2048  # every program has several tiles, and all multiprocessors one
+    weight = torch.randn(k, n, device=device, dtype=torch.bfloat16, generator=torch.Generator(device).manual_seed(1))
+    shard = torch.empty(rows, k, device=device, dtype=torch.bfloat16)
+
+    def launch(x):
+        return all_gather_matmul.run(x, weight, x.shape[0], name, world, None, False, copied=True)[0]
+
+    launch(shard.zero_())
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = [launch(shard), launch(shard * 2)]
+    wrong = 0
+
+    def replay(seeds):
+        nonlocal wrong
+        for seed in seeds:
+            whole = torch.randn(world * rows, k, device=device, generator=torch.Generator(device).manual_seed(seed)).bfloat16()
+            shard.copy_(whole.chunk(world)[rank])
+            if seed % 5 == rank:
+                torch.cuda._sleep(1_000_000)
+            graph.replay()
+            exact = whole.float() @ weight.float()
+            wrong += sum(_relative(one, factor * exact) > 1e-2 for one, factor in zip(outputs, (1, 2), strict=True))
+
+    replay(range(30))
+    larger = torch.ones(2 * rows, k, device=device, dtype=torch.bfloat16)
+    wrong += _relative(launch(larger)[-1], weight.float().sum(0)) > 1e-2
+    replay(range(30, 60))
+    torch.cuda.synchronize()
+    dist.barrier()
+    ttd.reset()
+    replay(range(60, 90))
+    torch.cuda.synchronize()
+    ttd.check()
+    return wrong
+
+
+def test_replays_with_copies(gpu_ranks):
+    assert gpu_ranks.run(_replays_with_copies, timeout=120) == [0] * gpu_ranks.world
 
 
 def _first_run(rank, world):

@@ -21,7 +21,7 @@ def cross_compile(kernel: EagerKernel, plan: Plan, target: str):
     """Returns Triton's compiled kernel, its `.asm` holding ttir, ttgir, llir and ptx or amdgcn."""
     pointer = POINTERS[plan.constants["DTYPE"]]
     names = [*kernel.inputs, "OUT", *kernel.scalars]
-    signature = {name: "*i64" if name == "CTX" else pointer for name in [*kernel.inputs, "OUT"]}
+    signature = {name: "*i64" if name in ("CTX", "LANDING") else pointer for name in [*kernel.inputs, "OUT"]}
     signature |= dict.fromkeys(kernel.scalars, "i32")
     # The values that Triton would specialise: unit strides become constants, the rest is a multiple of 16.
     unit_of_b = "B_stride_1" if plan.constants.get("B_ROWS") else "B_stride_0"

@@ -21,7 +21,9 @@ from tests.kernels.test_rounds import expected
 from torch_triton_dist.runtime.layout import signature_code
 
 TORN = "half written"
+LANDING = -1  # in place of a half
 NO_TILE = 1 << 20
+ENTERED = -1  # waited for in place of a flag: what a peer has entered
 
 # Rules of the protocols; each is left out by some case of `BROKEN` in test_protocol_model.py.
 ROTATION = "launches use two halves in turn"
@@ -42,6 +44,9 @@ TELL = "a rank tells its peers what it has entered"
 KEEP_OUT = "launches behind one that gave up find no tile"
 TAG = "a word names the launch that it belongs to"
 NO_FLAG = "a word is no flag that was raised"
+ALL_ENTERED = "copies begin when all ranks have entered the launch"
+JOIN = "what follows a launch follows its copies"
+WARN = "a rank that gives up in front of its copies has told all others to"
 
 
 class Race(AssertionError):
@@ -53,7 +58,7 @@ class Deadlock(AssertionError):
 
 
 class GaveUp(Exception):
-    """A wait of a rank that was told to give up; its program leaves."""
+    """A rank that was told to give up waits, or reads what is not there; its program leaves, and its results are thrown away."""
 
 
 class Mismatch(AssertionError):
@@ -71,13 +76,16 @@ class Word(int):
 
 @dataclass
 class Rank:
-    """Context and heap of one rank: LAUNCH, CLAIM, SEND, TICKET, what peers have entered; flags and data by (half, index)."""
+    """Context and heap of one rank: LAUNCH, CLAIM, SEND, TICKET, what peers have entered; flags and data by (half, index), those of the
+    landing area by (LANDING, index); the stamp that copies take along; the shard that they read, written anew before every launch."""
 
     launch: int = 1
     claim: int = 0
     send: int = 0
     ticket: int = 0
     told_in: int = 1 << 30  # launch in which it is told to give up
+    shard: int = 0
+    stamp: int = 0
     entered: dict = field(default_factory=lambda: defaultdict(int))
     flags: dict = field(default_factory=lambda: defaultdict(int))
     data: dict = field(default_factory=dict)
@@ -95,6 +103,7 @@ class Program:
     n: int = 0
     stamp: int = 0
     left: bool = False
+    landing: bool = False  # flags and data are those of the landing area
 
     @property
     def world(self):
@@ -102,18 +111,19 @@ class Program:
 
     @property
     def half(self):
-        return self.n % 2 if self.keeps(ROTATION) else 0
+        return LANDING if self.landing else self.n % 2 if self.keeps(ROTATION) else 0
 
     def keeps(self, rule):
         return rule != self.without
 
-    def run(self, kernel):
+    def run(self, kernel, part=None):
+        """part: what runs in place of the kernel, in its launch."""
         own = self.ranks[self.me]
         self.n = own.launch
         self.stamp = self.n << 16 | kernel.signature
         yield
         with contextlib.suppress(GaveUp):
-            yield from kernel(self)
+            yield from (part or kernel)(self)
         if not self.left:
             yield from self.leave()
 
@@ -170,15 +180,18 @@ class Program:
         def other(peer):
             return own.entered[peer] >> 16 == self.n and own.entered[peer] != self.stamp
 
+        def seen(flag, peer):
+            return own.entered[peer] if flag == ENTERED else own.flags[self.half, flag]
+
         for flag, peer in flags:
-            yield lambda flag=flag, peer=peer: own.flags[self.half, flag] >> 16 >= self.n or other(peer) or own.launch >= own.told_in
+            yield lambda flag=flag, peer=peer: seen(flag, peer) >> 16 >= self.n or other(peer) or own.launch >= own.told_in
             if own.launch >= own.told_in:
                 raise GaveUp
-            seen = own.flags[self.half, flag]
-            if other(peer) or (seen >> 16 == self.n and seen != self.stamp):
+            found = seen(flag, peer)
+            if other(peer) or (found >> 16 == self.n and found != self.stamp):
                 raise Mismatch(f"rank {self.me}, launch {self.n}, flag {flag} of rank {peer}")
-            if seen != self.stamp:
-                raise Race(f"rank {self.me}, launch {self.n}, flag {flag} is of launch {seen >> 16}")
+            if found != self.stamp:
+                raise Race(f"rank {self.me}, launch {self.n}, flag {flag} is of launch {found >> 16}")
 
     def wait_words(self, words):
         """Waits for words, (index, rank that stores it, what it holds) each."""
@@ -208,10 +221,13 @@ class Program:
 
     def load(self, slot, value, size=1):
         """Reads a slot of the own heap, twice."""
+        own = self.ranks[self.me]
         for _ in range(2):
             for cell in range(size):
-                found = self.ranks[self.me].data.get((self.half, slot * size + cell))
+                found = own.data.get((self.half, slot * size + cell))
                 if found != (self.n, value):
+                    if own.launch >= own.told_in:  # `leave` finds the same, so that the host hears of it
+                        raise GaveUp
                     raise Race(f"rank {self.me}, launch {self.n}, slot {slot}: {found}, not {value}")
                 yield
 
@@ -222,6 +238,7 @@ def kernel_maker(make):
     @functools.wraps(make)
     def made(*args, **kwargs):
         kernel = make(*args, **kwargs)
+        kernel.enter, kernel.copies = getattr(kernel, "enter", None), getattr(kernel, "copies", None)
         kernel.signature = signature_code(f"{make.__name__} {args} {sorted(kwargs.items())}")
         return kernel
 
@@ -526,6 +543,62 @@ def all_gather(tiles_m, chunks=1, columns=(1, 1, 1, 1), gather=False, senders=1,
     return kernel
 
 
+@kernel_maker
+def all_gather_copied(tiles_m, columns=(1, 1, 1, 1), gather=False):
+    """Rows that copies bring into the landing area, see kernels/copies.py. columns, gather: as in `all_gather`."""
+    parts = [range(-(-tiles_m // 2)), range(-(-tiles_m // 2), tiles_m)]
+
+    def peers_of(p):
+        return [(p.me + 1 + i) % p.world for i in range(p.world - 1)]
+
+    def enter(p):
+        own = p.ranks[p.me]
+        p.left = True  # it is no program of the kernel
+        for peer in peers_of(p):
+            if p.keeps(TELL):
+                p.ranks[peer].entered[p.me] = p.stamp
+            yield
+        try:
+            yield from p.wait([(ENTERED, peer) for peer in peers_of(p) if p.keeps(ALL_ENTERED)])
+        except GaveUp:
+            for rank in p.ranks if p.keeps(WARN) else []:
+                rank.told_in = min(rank.told_in, rank.launch)
+                yield
+            raise
+        own.stamp = p.stamp
+
+    def copies(p):
+        """Without a look at whether `enter` gave up."""
+        own = p.ranks[p.me]
+        p.left = p.landing = True
+        for part, blocks in enumerate(parts):
+            for peer in reversed(peers_of(p)):
+                if not p.keeps(DATA_FIRST):
+                    p.stamp = own.stamp
+                    yield from p.notify(peer, 2 * p.me + part)
+                for block in blocks:
+                    p.n = own.shard
+                    yield from p.store(peer, p.me * tiles_m + block, ("rows", p.me, block))
+                p.stamp = own.stamp
+                yield from p.notify(peer, 2 * p.me + part)
+
+    def kernel(p):
+        p.landing = True
+        arrival = [(peer, part, block) for part, blocks in enumerate(parts) for peer in peers_of(p) for block in blocks]
+        own = [None] * tiles_m * columns[p.me]
+        order = [*own, *(rows for rows in arrival for _ in range(columns[p.me])), *(arrival if gather else [])]
+        claim = yield from p.first_claim()
+        while claim < len(order):
+            if order[claim]:
+                source, part, block = order[claim]
+                yield from p.wait([(2 * source + part, source)])
+                yield from p.load(source * tiles_m + block, ("rows", source, block))
+            claim = yield from p.claim()
+
+    kernel.enter, kernel.copies = enter, copies
+    return kernel
+
+
 def count(p, word, last, rule):
     """Whether this was the last of `last` + 1 counts in a word of the own flags."""
     if not p.keeps(rule):
@@ -624,37 +697,47 @@ def reduce_scatter_small(tiles_m, tiles_n, size=1):
 
 def simulate(seed, world, kernels, programs, resident, without="", told=()):
     """Runs the kernels one after the other on every rank, in a random order of steps. kernels: of all ranks, or a list for each rank;
-    resident: programs that run at a time, whichever come first. told: (rank, launch) of who is told to give up in which launch."""
+    resident: programs that run at a time, whichever come first; copies need none. told: (rank, launch) of who is told to give up in which
+    launch."""
     pick = random.Random(seed)
     by_rank = kernels if isinstance(kernels[0], list) else [kernels] * world
+    streams = [[(n, kernel, part) for n, kernel in enumerate(each, 1) for part in (kernel.enter, kernel) if part] for each in by_rank]
     ranks = [Rank() for _ in range(world)]
     for rank, launch in told:
         ranks[rank].told_in = launch
     speed = [10 ** pick.uniform(0, 3) for _ in range(world)]  # a rank may run far ahead of another, or fall behind
+    lag = 10 ** pick.uniform(-2, 1)  # copies, behind programs
     launched = [0] * world
     waiting: list[list] = [[] for _ in range(world)]  # programs of the launch that have not started
     running: list[list] = [[] for _ in range(world)]  # [generator, the condition it waits for]
+    copying: list[list] = [[] for _ in range(world)]  # the same for copies, which run one after the other
     while True:
         ready = []
         for rank in range(world):
-            if not running[rank] and not waiting[rank] and launched[rank] < len(by_rank[rank]):  # stream order
+            free = not running[rank] and not waiting[rank] and (not copying[rank] or without == JOIN)
+            if free and launched[rank] < len(streams[rank]):  # stream order
                 own = ranks[rank]
-                assert own.launch == launched[rank] + 1 and own.claim in (0, NO_TILE) and own.ticket == 0
-                kernel = by_rank[rank][launched[rank]]
-                waiting[rank] = [Program(ranks, rank, pid, programs, without).run(kernel) for pid in range(programs)]
+                n, kernel, part = streams[rank][launched[rank]]
+                assert own.launch == n and own.claim in (0, NO_TILE) and own.ticket == 0
+                count = programs if part is kernel else 1
+                waiting[rank] = [Program(ranks, rank, pid, programs, without).run(kernel, part) for pid in range(count)]
+                if part is kernel and kernel.copies:
+                    copying[rank].append([Program(ranks, rank, 0, programs, without).run(kernel, kernel.copies), None])
+                own.shard = n
                 launched[rank] += 1
             if waiting[rank] and len(running[rank]) < resident:
                 ready.append((rank, None))
             ready += [(rank, entry) for entry in running[rank] if entry[1] is None or entry[1]()]
+            ready += [(rank, entry) for entry in copying[rank][:1]]
         if not ready:
             if any(running):
                 raise Deadlock(f"launches {launched}, programs that wait: {[len(each) for each in running]}")
             return ranks
-        rank, entry = pick.choices(ready, [speed[rank] for rank, _ in ready])[0]
+        rank, entry = pick.choices(ready, [speed[rank] * (lag if entry in copying[rank] else 1) for rank, entry in ready])[0]
         if entry is None:
             running[rank].append([waiting[rank].pop(pick.randrange(len(waiting[rank]))), None])
             continue
         try:
             entry[1] = next(entry[0])
         except StopIteration:
-            running[rank].remove(entry)
+            (copying if entry in copying[rank] else running)[rank].remove(entry)

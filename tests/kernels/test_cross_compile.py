@@ -46,6 +46,8 @@ CASES = {
     "all_gather in groups": lambda: (ag_mm, (False, False), _plan_ag(256, 2048, 8192, BF16)),
     "all_gather in groups tma": lambda: (ag_mm, (False, False), _plan_ag(256, 2048, 8192, BF16, tma="rows")),
     "all_gather in groups tma kept": lambda: (ag_mm, (False, True), _plan_ag(512, 7168, 8192, FP16, gather=True, tma="columns")),
+    "all_gather copied": lambda: (ag_mm, (False, False, True), _plan_ag(2048, 2048, 8192, BF16, copied=True)),
+    "all_gather copied tma kept": lambda: (ag_mm, (True, True, True), _plan_ag(999, 1000, 8192, FP16, None, True, True, "rows", True)),
     "all_gather kept": lambda: (ag_mm, (True, True), _plan_ag(1024, 2048, 8192, FP16, inner=128, has_bias=True, gather=True)),
     "reduce_scatter tma ragged": lambda: (mm_rs, (True,), _plan_rs(4 * 1000, 1000, 200, BF16, bias_dims=1, tma="rows")),
     "one-shot all_reduce tma": lambda: (mm_ar, (False,), _plan_ar(128, 4096, 2048, FP16, two_shot=False, tma="columns")),
@@ -91,6 +93,9 @@ COMPILED = [
     ("all_gather in groups tma", "sm_90", "wgmma.mma_async"),
     ("all_gather in groups tma", "sm_100", "tcgen05.mma"),
     ("all_gather in groups tma kept", "sm_90", "wgmma.mma_async"),
+    ("all_gather copied", "gfx942", "v_mfma_f32"),
+    ("all_gather copied", "sm_80", "mma.sync"),
+    ("all_gather copied tma kept", "sm_90", "wgmma.mma_async"),
     ("all_gather kept", "sm_90", "wgmma.mma_async"),
     ("all_gather kept", "gfx942", "v_mfma_f32"),
     ("all_gather fp32", "sm_90", ""),
@@ -117,7 +122,8 @@ TMA = [(case, target) for case, target, _ in COMPILED if "tma" in case]
 NVIDIA = [(case, target) for case, target, _ in COMPILED if target.startswith("sm")]
 AMD = [(case, target) for case, target, _ in COMPILED if target.startswith("gfx")]
 IN_GROUPS = [case for case in CASES if "in groups" in case]
-FLAGS = [case for case in CASES if "packed" not in case]  # the others tell of their data in the data
+# The others tell of their data in the data, or leave flags to copy engines.
+FLAGS = [case for case in CASES if "packed" not in case and "copied" not in case]
 
 
 def _plan_rs(m, n, k, dtype, inner=None, bias_dims=0, tma=""):
@@ -128,8 +134,9 @@ def _plan_ar(m, n, k, dtype, reduce_op="sum", bias_dims=0, **forced):
     return mm_ar.plan(m, n, k, 4, dtype, reduce_op=reduce_op, bias_dims=bias_dims, device=GPU, **forced)
 
 
-def _plan_ag(rows, n, k, dtype, inner=None, has_bias=False, gather=False, tma=""):
-    return ag_mm.plan(rows, n, k, 4, dtype, inner=inner or rows, has_bias=has_bias, gather=gather, device=GPU, tma=tma)
+def _plan_ag(rows, n, k, dtype, inner=None, has_bias=False, gather=False, tma="", copied=None):
+    form = {"tma": tma, "copied": copied}
+    return ag_mm.plan(rows, n, k, 4, dtype, inner=inner or rows, has_bias=has_bias, gather=gather, device=GPU, **form)
 
 
 @functools.cache
@@ -251,7 +258,7 @@ def test_wavefronts_wait_for_what_they_stage():
     assert waits(True) == waits(False) + 1
 
 
-@pytest.mark.parametrize("case", ["all_gather tma", "all_gather tma kept"])
+@pytest.mark.parametrize("case", ["all_gather tma", "all_gather tma kept", "all_gather copied tma kept"])
 def test_tma_loads_from_the_heap_come_behind_a_wait_and_a_fence(case):
     """The rows that an all-gather loads through the async proxy are reached through the wait, and fenced behind it."""
     flow = Flow(compiled(case, "sm_90")["ttir"])

@@ -27,7 +27,7 @@ from torch_triton_dist.kernels import tiles as tile_shapes
 from torch_triton_dist.kernels.matmul_tile import swizzle
 from torch_triton_dist.kernels.template import DTYPES
 from torch_triton_dist.kernels.tiles import Tile
-from torch_triton_dist.runtime.layout import SIGNATURE_BITS, heap_layout, signature_code
+from torch_triton_dist.runtime.layout import LANDING_PARTS, SIGNATURE_BITS, WORD, Needs, heap_layout, signature_code
 
 cpu.ensure_registered()
 
@@ -56,9 +56,10 @@ def check_slots(plan, slots, flags, itemsize):
         assert start + elements <= following
     assert slots[0][0] >= 0 and sum(slots[-1]) * itemsize <= plan.nbytes
     # The halves: flags and data of both lie apart, inside the heap.
-    flags_stride, data_start, data_stride, total = heap_layout(plan.nbytes, plan.nflags)
-    assert plan.nflags * 8 <= flags_stride and 2 * flags_stride <= data_start
-    assert plan.nbytes <= data_stride and data_start + 2 * data_stride <= total and data_start % 256 == data_stride % 256 == 0
+    places = heap_layout(Needs(plan.nbytes, plan.nflags, plan.landing))
+    assert plan.nflags * 8 <= places.flags_stride and 2 * places.flags_stride <= places.data_start
+    assert plan.nbytes <= places.data_stride and places.data_start + 2 * places.data_stride <= places.landing_start
+    assert places.landing_start + plan.landing <= places.total and places.data_start % 256 == places.data_stride % 256 == 0
 
 
 def check_even(plan, rows, n, k):
@@ -212,8 +213,61 @@ def test_symmetric_memory_of_all_gathers(world):
         plan = ag_mm.plan(
             rows // world, n, k, world, torch.bfloat16, inner=rows // world, has_bias=False, gather=False, device=DEVICES[1], tma="rows"
         )
-        total = heap_layout(plan.nbytes, plan.nflags)[3]
+        total = heap_layout(Needs(plan.nbytes, plan.nflags, plan.landing)).total
         assert total <= max(3 * rows * k * 2, 64 << 20), (rows, k, n)
+
+
+@many
+@given(**shapes)
+def test_all_gather_by_copies(world, rows, n, k, dtype, device):
+    """Flags and rows in the landing area."""
+    plan = ag_mm.plan(rows, n, k, world, dtype, inner=rows, has_bias=False, gather=False, device=device, copied=True)
+    c = plan.constants
+    check_even(plan, rows, n, k)
+    assert (plan.nbytes, plan.nflags, c["GROUPS"], c["SPLITS"]) == (0, 0, 1, 1)
+    assert WORD * (LANDING_PARTS * world + 1) <= WORD * c["HEADER"]  # a flag for each part of each rank, and the stamp
+    assert WORD * c["HEADER"] + world * rows * k * dtype.itemsize <= plan.landing and WORD * c["HEADER"] % 256 == 0
+
+
+def test_copies_by_size():
+    """Where they were measured to pay, whatever the number of columns, which ranks need not have in common."""
+
+    def copied(rows, k, world, device=DEVICES[1], dtype=torch.bfloat16):
+        plans = [
+            ag_mm.plan(rows // world, n, k, world, dtype, inner=rows // world, has_bias=False, gather=False, device=device)
+            for n in (0, 1024, 7168)
+        ]
+        (landing,) = {plan.landing > 0 for plan in plans}
+        return landing
+
+    assert copied(4096, 4096, 2) and copied(8192, 4096, 2) and copied(16384, 8192, 2)
+    assert not copied(2304, 4096, 2) and not copied(2048, 8192, 2)  # a few MiB; in groups of columns
+    assert not copied(8192, 8192, 4) and not copied(8192, 8192, 2, DEVICES[0])
+
+
+def test_tiles_when_rows_are_copied():
+    """Wide ones, but where few columns are multiplied sooner than rows come: the tiles of the last rows are to be short."""
+
+    def width(rows, n, k):
+        plan = ag_mm.plan(rows, n, k, 2, torch.bfloat16, inner=rows, has_bias=False, gather=False, device=DEVICES[1], copied=True)
+        return plan.constants["BLOCK_N"]
+
+    assert [width(2048, n, 8192) for n in (512, 1024, 2048, 7168)] == [128, 128, 256, 256]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_tiles_of_all_gathers_in_groups(world):
+    """Wide tiles of a last round that is not full go in parts: 160 of 116 and 44, which end sooner in two parts than three rounds of narrow
+    ones. Those of the only round stay whole."""
+
+    def tile(rows, n):
+        plan = ag_mm.plan(
+            rows // world, n, 8192, world, torch.bfloat16, inner=rows // world, has_bias=False, gather=False, device=DEVICES[1]
+        )
+        return plan.constants["BLOCK_N"], plan.constants["SPLITS"]
+
+    assert [tile(2048, n) for n in (2048, 2560, 3584)] == [(256, 4), (256, 2), (256, 1)]
+    assert [tile(1024, n) for n in (2048, 3584)] == [(128, 4), (256, 1)]
 
 
 few = {**shapes, "rows": st.integers(1, 64)}

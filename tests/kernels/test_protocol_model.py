@@ -9,6 +9,7 @@ import pytest
 from tests.kernels import protocol_model
 from tests.kernels.protocol_model import (
     ADD_LAST,
+    ALL_ENTERED,
     ALL_REDUCED,
     ALL_SENT,
     CLEAR_SENDS,
@@ -17,6 +18,7 @@ from tests.kernels.protocol_model import (
     COUNTED,
     DATA_FIRST,
     HELP_FIRST,
+    JOIN,
     KEEP_OUT,
     NO_FLAG,
     NO_SUM,
@@ -27,10 +29,12 @@ from tests.kernels.protocol_model import (
     TAG,
     TELL,
     TORN,
+    WARN,
     Deadlock,
     Mismatch,
     Race,
     all_gather,
+    all_gather_copied,
     all_gather_small,
     one_shot,
     packed,
@@ -69,6 +73,12 @@ SEQUENCES = {
     "small all_gather, no columns on a rank": [all_gather_small(2, 2, (0, 1, 2, 1), gather=True)] * 4,
     "small reduce_scatter": [reduce_scatter_small(2, 1), reduce_scatter_small(1, 3, size=2)] * 2,
     "all_gather, uneven columns": [all_gather(2, 2, (1, 3, 1, 2))] * 4,
+    "copied all_gather": [all_gather_copied(3), all_gather_copied(2), all_gather_copied(1, (1, 3, 1, 2))] * 2,
+    "copied all_gather, no columns on a rank": [all_gather_copied(3, (0, 1, 2, 1), gather=True)] * 4,
+    "copied all_gather among others": [
+        *(all_gather_copied(2), reduce_scatter(1), all_gather_copied(3), one_shot(2), packed(2), all_gather_copied(1)),
+        *(sliced(2, hops=1), all_gather_copied(2), all_gather(1, 2), all_gather_copied(2), two_shot(4), reduce_scatter(2)),
+    ],
 }
 
 
@@ -97,6 +107,7 @@ def any_kernel(pick, world):
             reduce_scatter_small(pick.randint(1, 2), pick.randint(1, 3), size),
             all_gather(pick.randint(1, 3), pick.randint(1, 3), columns, gather=0 in columns or gather, senders=pick.randint(1, 3)),
             all_gather(tiles, size, columns, 0 in columns or gather, s, groups=2, whole=pick.choice([0, 2, 1 << 20])),
+            all_gather_copied(pick.randint(1, 4), columns, gather=0 in columns or gather),
         ]
     )
 
@@ -169,6 +180,12 @@ BROKEN = [
     (ROTATION, Race, 2, [all_gather(1, 2, groups=2)] * 4, 1, 1),
     (CLEAR_SENDS, Deadlock, 2, [all_gather(1, 1)] * 2, 1, 1),
     (TELL, Deadlock, 2, [[reduce_scatter(1)], [all_gather(1, 1, (1, 0))]], 1, 1),
+    (TELL, Deadlock, 2, [all_gather_copied(1)], 1, 1),
+    (ALL_ENTERED, Race, 2, [all_gather_copied(1)] * 2, 1, 1),
+    (ALL_ENTERED, Race, 4, [all_gather_copied(3), one_shot(1), all_gather_copied(2), all_gather_copied(2)], 3, 3),
+    (DATA_FIRST, Race, 2, [all_gather_copied(1)], 1, 1),
+    (JOIN, Race, 2, [all_gather_copied(2)] * 2, 1, 1),
+    (JOIN, Race, 3, [all_gather_copied(2), one_shot(1)], 3, 3),  # what it follows has written the shard anew
 ]
 
 
@@ -207,6 +224,24 @@ def test_launches_behind_one_that_gave_up_disturb_nobody(kernel):
     assert raced
 
 
+@pytest.mark.parametrize("behind", [all_gather_copied(2), one_shot(1)])
+def test_copies_of_a_rank_that_gave_up_spoil_no_result(behind):
+    """The same, but copies do not look at what their rank is told: those of launch 2 overwrite rows that rank 1 still reads in launch 1. So
+    rank 1 has to throw its result away. It does, too, whichever rank is told first, and in whichever launch."""
+    copied = all_gather_copied(2)
+    by_rank, raced = [[copied, copied, behind], [copied], [copied]], 0
+    for seed in range(100):
+        simulate(seed, 3, by_rank, 2, 2, told=[(0, 2)])
+        try:
+            simulate(seed, 3, by_rank, 2, 2, without=WARN, told=[(0, 2)])
+        except Race:
+            raced += 1
+    assert raced
+    for launch in (1, 2, 3):
+        for seed in range(20):
+            simulate(seed, 3, [copied, copied, behind, copied], 1, 1, told=[(seed % 3, launch)])
+
+
 @pytest.mark.parametrize("hops", [0, 1, 2])
 def test_what_was_not_summed_is_not_sent(hops):
     """Rank 0 gives up in its first wait: rank 1 hears no flag of a sum from it (and is told, which the model leaves out)."""
@@ -223,7 +258,7 @@ def test_what_was_not_summed_is_not_sent(hops):
 
 def test_every_rule_is_tested():
     rules = {value for name, value in vars(protocol_model).items() if name.isupper() and isinstance(value, str)} - {TORN}
-    assert {rule for rule, *_ in BROKEN} | {KEEP_OUT, NO_SUM} == rules
+    assert {rule for rule, *_ in BROKEN} | {KEEP_OUT, NO_SUM, WARN} == rules
 
 
 def test_the_model_needs_a_wait_for_every_peer():
@@ -250,11 +285,15 @@ def test_the_model_needs_a_wait_for_every_peer():
         sliced(2, hops=2),
         all_gather(1, 2),
         all_gather_small(2, 2),
+        all_gather_copied(2),
     ],
 )
 @pytest.mark.parametrize(
     "second",
-    [reduce_scatter(2, size=2), one_shot(3), packed(2, 2), two_shot(3), sliced(3), all_gather(2, 2), all_gather(1, 1, (0, 0))],
+    [
+        *(reduce_scatter(2, size=2), one_shot(3), packed(2, 2), two_shot(3), sliced(3), all_gather(2, 2), all_gather(1, 1, (0, 0))),
+        all_gather_copied(3),
+    ],
 )
 def test_ranks_that_run_different_kernels_always_hear_of_it(first, second):
     """Neither a hang nor a wrong result: some rank finds the other stamp. After launches that match, too."""

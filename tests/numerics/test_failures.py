@@ -17,6 +17,7 @@ import torch_triton_dist as ttd
 from tests.numerics.common import world_group
 from tests.ranks import Exited, run_ranks
 from torch_triton_dist import runtime
+from torch_triton_dist.kernels import all_gather_matmul as ag_mm
 from torch_triton_dist.kernels import matmul_all_reduce as mm_ar
 from torch_triton_dist.ops import group_size
 from torch_triton_dist.runtime import layout
@@ -24,6 +25,7 @@ from torch_triton_dist.runtime import layout
 QUICK = 5.0  # seconds; a dead process on the same host is noticed in far less
 SLICED = "matmul_all_reduce_sliced"
 WORDS = "matmul_all_reduce_sliced in words"
+COPIED = "all_gather_matmul by copies"
 
 
 def fused_op(op: str, group: str, rows: int = 32) -> torch.Tensor:
@@ -34,6 +36,8 @@ def fused_op(op: str, group: str, rows: int = 32) -> torch.Tensor:
     x, weight = torch.ones(rows, 16), torch.ones(16, 48)
     if op in (SLICED, WORDS):
         return mm_ar.run(x, weight, "sum", group, group_size(group), None, sliced=True, hops=2 if op == WORDS else 0)
+    if op == COPIED:
+        return ag_mm.run(x, weight, rows, group, group_size(group), None, False, copied=True)[0]
     if op == "all_gather_matmul":
         return ops.all_gather_matmul(x, [weight], 0, group, bias=[])[0][0]
     if op == "matmul_reduce_scatter":
@@ -43,7 +47,12 @@ def fused_op(op: str, group: str, rows: int = 32) -> torch.Tensor:
 
 def kernel_of(op: str) -> str:
     """What an error calls it."""
-    return "matmul_all_reduce" if op in (SLICED, WORDS) else op
+    return "matmul_all_reduce" if op in (SLICED, WORDS) else op.split()[0]
+
+
+def expected(op: str, world: int) -> float:
+    """Every element of its result."""
+    return 16.0 if kernel_of(op) == "all_gather_matmul" else 16.0 * world
 
 
 def error_of(call, *args) -> ttd.DistributedKernelError:
@@ -79,6 +88,7 @@ def dies_between_two_ops(rank: int, world: int, how: str, op: str, rows: int) ->
     [
         ("raise", "matmul_reduce_scatter", 32),
         ("_exit", "all_gather_matmul", 32),
+        ("SIGKILL", COPIED, 32),
         ("SIGKILL", "matmul_all_reduce", 32),
         ("SIGKILL", "matmul_all_reduce", 8),  # packed words
         ("SIGKILL", SLICED, 100),
@@ -161,6 +171,7 @@ def sleeps(rank: int, world: int, op: str, rows: int) -> list:
     [
         ("all_gather_matmul", 32),
         ("all_gather_matmul", 200),  # more to send than one chunk: what is left when the group gives up is not sent
+        (COPIED, 200),
         ("matmul_reduce_scatter", 32),
         ("matmul_all_reduce", 32),
         ("matmul_all_reduce", 8),
@@ -176,7 +187,7 @@ def test_deadline_then_reset(ranks2, op, rows):
     assert "cannot be used since an earlier error" in again
     # The rank that came too late hears who gave up, without waiting for its own deadline.
     assert "rank 0" in late[0] and late[2] in ("aborted", "poisoned") and late[3] < 1.9, late[0]
-    assert values == late[5] == [[16.0 if op == "all_gather_matmul" else 32.0]] * 3
+    assert values == late[5] == [[expected(op, 2)]] * 3
 
 
 def other_shapes(rank: int, world: int, op: str, seen: tuple[int, ...], rows: tuple[int, ...]) -> list:
@@ -214,14 +225,14 @@ def other_shapes(rank: int, world: int, op: str, seen: tuple[int, ...], rows: tu
         pytest.param((8, 32), (32, 8), id="neither is new, few rows and more"),
     ],
 )
-@pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", SLICED, WORDS])
+@pytest.mark.parametrize("op", ["all_gather_matmul", COPIED, "matmul_reduce_scatter", "matmul_all_reduce", SLICED, WORDS])
 def test_ranks_that_run_different_shapes(ranks2, op, seen, rows):
     for text, reason, seconds, values in ranks2.run(other_shapes, op, seen, rows):
         assert "the ranks run different kernels" in text and reason in ("mismatch", "aborted"), text
         for rank in (0, 1):
             assert re.search(rf"on rank {rank}: {op.split()[0]}(_small)?\([a-z]+ \[{rows[rank]}, ", text), text
         assert seconds < QUICK
-        assert values == [16.0 if op == "all_gather_matmul" else 32.0]
+        assert values == [expected(op, 2)]
 
 
 @pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"])
@@ -231,7 +242,7 @@ def test_one_rank_of_four_runs_another_shape(ranks4, op):
         assert re.search(rf"on rank 2: {op}(_small)?\([a-z]+ \[256, ", text), text
         assert re.search(rf"on rank [013]: {op}(_small)?\([a-z]+ \[32, ", text), text
         assert seconds < QUICK
-        assert values == [16.0 if op == "all_gather_matmul" else 64.0]
+        assert values == [expected(op, 4)]
 
 
 def other_ops(rank: int, world: int) -> list:

@@ -99,7 +99,7 @@ def test_growth_keeps_the_launch_number(ranks2):
         ]
         assert report["rank"] == rank and report["world"] == 2 and report["transport"] == "host"
         assert report["bytes"] == 2 * (40192 + (1 << 20)) and report["generation"] == 3
-        assert report["needs"]["kernel"] == (1 << 20, 5000)
+        assert report["needs"]["kernel"] == layout.Needs(1 << 20, 5000)
 
 
 def reserve_and_grow(rank: int, world: int) -> list:
@@ -266,6 +266,8 @@ def test_layout():
         assert layout.control_bytes(world) >= layout.record_offset(world) + layout.WORD * layout.RECORD_WORDS
         assert layout.control_bytes(world) >= layout.CONTROL_BYTES and layout.control_bytes(world) % layout.ALIGNMENT == 0
     for nbytes, nflags in ((0, 0), (1, 1), (256, 32), (257, 33)):
-        flags, start, data, total = layout.heap_layout(nbytes, nflags)
-        assert flags >= 8 * nflags and data >= nbytes and start == 2 * flags and total == start + 2 * data
-        assert flags % layout.ALIGNMENT == data % layout.ALIGNMENT == 0
+        for area in (0, 300):
+            flags, start, data, landing, total = layout.heap_layout(layout.Needs(nbytes, nflags, area))
+            assert flags >= 8 * nflags and data >= nbytes and start == 2 * flags and landing == start + 2 * data
+            assert total - landing >= area and (total > landing) == (area > 0)
+            assert flags % layout.ALIGNMENT == data % layout.ALIGNMENT == total % layout.ALIGNMENT == 0

@@ -317,4 +317,5 @@ def algorithm(case: Case, world: int, dtype: torch.dtype, device: torch.device) 
         kind = "sliced "
     else:
         kind = "packed " if "NUMBERS" in constants else {True: "two-shot ", False: "one-shot ", None: ""}[constants.get("TWO_SHOT")]
+        kind = "copied " if plan.landing else kind
     return kind + "x".join(str(constants[f"BLOCK_{letter}"]) for letter in "MNK")

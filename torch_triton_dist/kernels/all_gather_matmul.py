@@ -39,9 +39,13 @@ place.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
+from ..runtime.layout import WORD, landing_header
 from . import all_gather_matmul_small
+from .copies import landing_bytes
 from .template import Plan, align, cdiv, constants_of, grid_programs, launch
 from .tiles import PROCESSORS, TMA_ROWS, Tile, choose_tile, fitting, pieces_of, power_of_two, tma_form_of, wide_tile, wide_tile_pays
 
@@ -61,7 +65,12 @@ WIDE = 1.6  # time of a tile of 128 x 256 in that of one of 128 x 128: measured,
 ADDING = 0.35  # time of adding up the parts of a tile, in that of the whole one
 LOOKS = 64  # looks at a flag before a program that should multiply helps to send
 STEP = 1 << 14  # elements that a program loads, then stores, when it sends
-SCRATCH = PROCESSORS * 128 * 128  # elements of all parts of tiles, at most
+SCRATCH = 96 * 128 * 256  # elements of all parts of tiles, at most
+# From so many bytes that a rank sends on, copy engines do it: to enter, and to begin behind that, takes some 15 us. Where it was measured.
+COPIED_BYTES = 16 << 20
+COPIED_WORLDS = (2,)
+LINK = 375e3  # bytes that a copy engine brings in a microsecond
+STEP_US = 0.43  # for 64 columns of K in a tile of 128 x 128
 
 SOURCE = r"""
 {{def_kernel(*INPUTS)}}
@@ -74,8 +83,13 @@ SOURCE = r"""
     tiles_m = tl.cdiv(R, BLOCK_M)
     tiles_n = tl.cdiv(N, BLOCK_N)
     tiles = tiles_m * tiles_n
+{% if COPIED %}
+    flags = LANDING
+    slots = tl.multiple_of((LANDING + HEADER).to(tl.pointer_type(DTYPE)), 16)
+{% else %}
     flags = dl.flags(n, ctx=CTX)
     slots = dl.heap(n, DTYPE, ctx=CTX)
+{% endif %}
     slot_size = tl.cast(R, tl.int64) * K
     sends = tiles_m * CHUNKS  # of a group of columns
     whole = WORLD * tiles{{" // ROUND * ROUND" if SPLITS > 1 else ""}}  # tiles that are one claim; the others are SPLITS claims each
@@ -87,8 +101,10 @@ SOURCE = r"""
 
     claim = tl.full((), 0, tl.int32)
     for part in range(2):  # own rows, rows of others
+{% if not COPIED %}
         if {{"(part == 1) | " if GROUPS == 1 else "(part == 0) & "}}(tl.program_id(0) >= tl.num_programs(0) - SENDERS):
             send_rows(GROUPS * sends, A, slots, flags, R, K, n, stamp, CHUNK_M, CHUNKS, STEP_K, GROUP_K, GROUPS, WORLD, CTX)
+{% endif %}
         if part == 0:
             claim = dl.first_claim(stamp, ctx=CTX)
 {% if TMA %}
@@ -104,10 +120,19 @@ SOURCE = r"""
                 tile = whole + (claim - whole) // SPLITS
             # Tiles of others in the order in which rows arrive: the first row block of every peer, then the second.
             row_tile, tile_n = swizzle(tile - part * tiles, tiles_m + part * (WORLD - 2) * tiles_m, tiles_n, GROUP_M)
+{% if COPIED %}
+            source = me
+            tile_m = row_tile
+            if part == 1:
+                peer, tile_m = arrival(row_tile, tiles_m, PEERS)
+                source = (me + 1 + peer) % WORLD
+            block_flags = part_flag(flags, source, tile_m, tiles_m)
+{% else %}
             source = (me + part * (1 + row_tile % PEERS)) % WORLD
             tile_m = row_tile // (1 + part * (PEERS - 1))
-            rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
             block_flags = flags + (source * tiles_m + tile_m) * GROUPS
+{% endif %}
+            rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
             token = tl.full((), 0, tl.int64)
 {% if GROUPS == 1 %}
             if part == 1:
@@ -208,7 +233,8 @@ SOURCE = r"""
         rows = chunk * CHUNK_M + tl.arange(0, CHUNK_M)
         shard = A.to(tl.int64)
         if source != me:
-            flag = flags + (source * tiles_m + chunk // CHUNKS) * GROUPS + group
+            flag = {{"part_flag(flags, source, chunk // CHUNKS, tiles_m)" if COPIED else
+                     "flags + (source * tiles_m + chunk // CHUNKS) * GROUPS + group"}}
             token = dl.wait_stamp(flag, stamp, KERNEL_ID, source, ctx=CTX)
             shard = dl.consume_token(slots + source * slot_size, token).to(tl.int64)
         shard_rows = tl.multiple_of(shard.to(tl.pointer_type(DTYPE)), 16) + rows.to(tl.int64)[:, None] * K
@@ -224,9 +250,9 @@ SOURCE = r"""
 """
 
 
-def inputs(has_bias: bool, gather: bool) -> list[str]:
+def inputs(has_bias: bool, gather: bool, copied: bool = False) -> list[str]:
     """Names of the kernel's tensor arguments, in order."""
-    return ["A", "B", *(["BIAS"] if has_bias else []), "CTX", *(["GATHERED"] if gather else [])]
+    return ["A", "B", *(["BIAS"] if has_bias else []), "CTX", *(["LANDING"] if copied else []), *(["GATHERED"] if gather else [])]
 
 
 def keeps_gathered(widths: list[int], return_gathered: bool) -> bool:
@@ -241,9 +267,11 @@ def _last_round(tiles: int, splits: int) -> float:
 
 
 def _splits(tiles: int, tile: Tile, groups: int) -> int:
-    """Parts of the depth of the tiles of the last round, with which it ends soonest; the fewest of those. Wide tiles stay whole: adding
-    their parts takes longer than it saves."""
-    possible = [splits for splits in (1, 2, 4) if splits == 1 or (groups % splits == 0 and tile.n <= 128 and _fits(tiles, tile, splits))]
+    """Parts of the depth of the tiles of the last round, with which it ends soonest; the fewest of those. Wide tiles stay whole if that is
+    the only round: their last parts would wait for the last columns, and to add them takes longer than it saves."""
+    possible = [1]
+    if tile.n <= 128 or tiles >= ROUND:
+        possible += [splits for splits in (2, 4) if groups % splits == 0 and _fits(tiles, tile, splits)]
     return min(possible, key=lambda splits: _last_round(tiles, splits))
 
 
@@ -274,21 +302,26 @@ def plan(
     small: bool | None = None,
     groups: int | None = None,
     splits: int | None = None,
+    copied: bool | None = None,
 ) -> Plan:
     """Plan for shard [rows, k] gathered over `world` ranks @ weight [k, n]; inner: rows of a shard that follow each other in the
     gathered tensor; gather: whether the gathered tensor is an output too; tma: see `tma_form`; tile: another one than `choose_tile`'s,
     with the same rows on all ranks; senders: programs that send before they multiply; small: whether it is a plan for
     `all_gather_matmul_small` (None: by the rows); groups: of columns, the same on all ranks; splits: parts of the last tiles, a divisor of
-    groups (None: by sizes)."""
+    groups; copied: whether copy engines send the rows, in one group, the same on all ranks (None: by sizes)."""
     if small is None:
-        small = world * rows <= SMALL_ROWS.get(device.type, 256)
+        small = world * rows <= SMALL_ROWS.get(device.type, 256) and not copied
     if small:
         return all_gather_matmul_small.plan(
             rows, n, k, world, dtype, inner=inner, has_bias=has_bias, gather=gather, device=device, tile=tile
         )
     if groups is None:
         few = device.type != "cpu" and dtype.itemsize == 2 and world * rows <= GROUPED_ROWS
-        groups = GROUPS if few and k >= GROUPS * GROUP_DEPTH else 1
+        groups = GROUPS if few and k >= GROUPS * GROUP_DEPTH and not copied else 1
+    if copied is None:
+        copied = groups == 1 and _copies_pay(rows * k * dtype.itemsize, world, device)
+    if copied and groups > 1:
+        raise ValueError(f"{NAME}: copy engines send whole rows, not {groups} groups of columns")
     if tile is None:
         tile = choose_tile(world * rows, rows, n, k, dtype, device.type, wide=64)
         if tile.m == 128 and dtype.itemsize == 2:
@@ -296,6 +329,8 @@ def plan(
             if groups > 1:
                 possible = (narrow, wide_tile(k)) if splits in (None, 1) else (narrow,)
                 tile = min(possible, key=lambda one: _cost(rows, n, world, one, groups))
+            elif copied:
+                tile = min((wide_tile(k), narrow), key=lambda one: _copied_us(rows, n, k, world, one.n))
             elif wide_tile_pays(world * rows, n):
                 tile = wide_tile(k)
     tma = tma if tile.m >= TMA_ROWS else ""
@@ -313,7 +348,7 @@ def plan(
     if world == 2:  # a chunk for one peer costs a claim and a wait for its stores, as one for three does; each sender still gets one
         chunk_m = max(chunk_m, min(4 * chunk_m, power_of_two(rows // SENDERS + 1) // 2))
     chunk_m = min(tile.m, chunk_m)
-    slot_bytes = align(world * rows * k * dtype.itemsize)
+    slot_bytes = 0 if copied else align(world * rows * k * dtype.itemsize)
     constants = {
         **constants_of(rows, n, k, tile, world, dtype, KERNEL_ID, tma=bool(tma)),
         "PEERS": max(1, world - 1),
@@ -326,6 +361,8 @@ def plan(
         "GROUP_K": group_k,
         "GROUPS": groups,
         "SENDERS": senders or SENDERS,
+        "COPIED": copied,
+        "HEADER": landing_header(world) // WORD,
         "SPLITS": splits,
         "ROUND": ROUND,
         "SCRATCH": slot_bytes,
@@ -339,15 +376,37 @@ def plan(
         kernel=NAME,
         # n may differ from rank to rank, and with it tile and parts: room for as many parts as are ever made.
         nbytes=slot_bytes + (SCRATCH * 4 if groups > 1 else 0),
-        nflags=(world + 1) * tiles_m * groups + (PROCESSORS if groups > 1 else 0),
+        nflags=0 if copied else (world + 1) * tiles_m * groups + (PROCESSORS if groups > 1 else 0),
         programs=programs,
         constants=constants,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-        signature=(
-            f"{NAME}(shard [{rows}, {k}], {dtype}, inner={inner})"  # n, bias and gather may differ: weights can be sharded unevenly
-        ),
+        # n, bias and gather may differ: weights can be sharded unevenly
+        signature=f"{NAME}(shard [{rows}, {k}], {dtype}, inner={inner}{', copied' if copied else ''})",
+        landing=landing_bytes(rows, k, world, dtype) if copied else 0,
     )
+
+
+@functools.cache
+def _copied_us(rows: int, n: int, k: int, world: int, tile_n: int) -> float:
+    """Time until all tiles of 128 rows of 16-bit numbers are multiplied, in the order in which copy engines bring the rows, us: tile i is
+    begun when tile i - PROCESSORS has ended and its rows are there."""
+    tile_us = STEP_US * k / 64 * (WIDE if tile_n > 128 else 1)
+    blocks, columns = cdiv(rows, 128), cdiv(n, tile_n)
+    first = cdiv(blocks, 2)
+    ends = [0.0] * PROCESSORS
+    arrival = 0.0
+    for index, count in enumerate((blocks, *([first] * (world - 1)), *([blocks - first] * (world - 1)))):
+        if index > 0:  # not the own rows
+            arrival += count * 128 * k * 2 / LINK
+        for _ in range(count * columns):
+            ends.append(max(ends[-PROCESSORS], arrival) + tile_us)
+    return ends[-1]
+
+
+def _copies_pay(nbytes: int, world: int, device: torch.device) -> bool:
+    """Whether copy engines are to send a shard of `nbytes` to each of the others."""
+    return device.type == "cuda" and torch.version.hip is None and world in COPIED_WORLDS and (world - 1) * nbytes >= COPIED_BYTES
 
 
 def run(
@@ -363,6 +422,7 @@ def run(
     small: bool | None = None,
     groups: int | None = None,
     splits: int | None = None,
+    copied: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Eager launch. shard [R, K] contiguous and 16-byte aligned, weight [K, N], bias [N] or None.
 
@@ -384,6 +444,7 @@ def run(
         small=small,
         groups=groups,
         splits=splits,
+        copied=copied,
     )
     tensors = {"A": shard, "B": weight, "OUT": shard.new_empty((world * rows, n))}
     if bias is not None:
@@ -391,7 +452,7 @@ def run(
     if gather:
         tensors["GATHERED"] = shard.new_empty((world * rows, k))
     source = SOURCE if chosen.kernel == NAME else all_gather_matmul_small.SOURCE
-    launch(chosen, source, tensors, group, inputs(bias is not None, gather))
+    launch(chosen, source, tensors, group, inputs(bias is not None, gather, chosen.landing > 0))
     return tensors["OUT"], tensors.get("GATHERED")
 
 

@@ -23,6 +23,7 @@ from .tiles import Tile
 IMPORTS = """\
 from torch_triton_dist import language as dl
 from torch_triton_dist.language import packed
+from torch_triton_dist.kernels.copies import arrival, part_flag
 from torch_triton_dist.kernels.matmul_tile import columns_apart, copy, descriptor_of_b, matmul_tile, matmul_tile_tma, swizzle
 from torch_triton_dist.kernels.rounds import all_reduce_step, pay, reduce_scatter_step
 from torch_triton_dist.kernels.send import copy_group, send_rows
@@ -36,7 +37,8 @@ _TRITON_DTYPES = {torch.float32: "tl.float32", torch.bfloat16: "tl.bfloat16", to
 class Plan:
     """How one kernel runs on one problem: decided from what all ranks see alike (shapes, dtype, world size, device type).
 
-    nbytes, nflags: data bytes and flags that the kernel uses in each half of the heap.
+    nbytes, nflags: data bytes and flags that the kernel uses in each half of the heap. landing: bytes of the landing area, if copy engines
+    bring the rows (`copies.start`).
     programs: size of the grid. constants: the `tl.constexpr` values. signature: text that must be the same on all ranks.
     """
 
@@ -48,9 +50,15 @@ class Plan:
     num_warps: int
     num_stages: int
     signature: str
+    landing: int = 0
 
     def __post_init__(self) -> None:
         self.constants["SIGNATURE"] = signature_code(self.signature)
+
+    @property
+    def copies(self) -> tuple[int, int, int]:
+        """The last arguments of `copies.start`."""
+        return self.constants["BLOCK_M"], self.constants["KERNEL_ID"], self.constants["SIGNATURE"]
 
 
 def triton_dtype(dtype: torch.dtype) -> str:
@@ -188,12 +196,17 @@ def launch(plan: Plan, source: str, tensors: dict[str, torch.Tensor], group: str
     import triton
 
     from .. import runtime
+    from . import copies
 
     device = tensors["OUT"].device
-    context = runtime.launch_context(device, group, plan.nbytes, plan.nflags, plan.signature)
+    context = runtime.launch_context(device, group, plan.nbytes, plan.nflags, plan.signature, plan.landing)
+    if plan.landing:
+        tensors = {**tensors, "LANDING": copies.landing_area(group, plan.landing)}
     kernel = eager_kernel(plan.kernel, source, plan.constants, inputs)
     arguments = kernel.arguments({**tensors, "CTX": context})
     if plan.constants["TMA"]:
         triton.set_allocator(functools.partial(_scratch, device))  # for descriptors; Inductor sets one before its launches, too
+    if plan.landing:
+        copies.start(tensors["A"], tensors["LANDING"], context, group, *plan.copies)
     kernel.fn[(plan.programs, 1, 1)](*arguments, num_warps=plan.num_warps, num_stages=plan.num_stages)
     runtime.after_launch(group)

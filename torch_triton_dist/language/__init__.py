@@ -17,6 +17,8 @@ every rank and every group. Under `torch_triton_dist.jit` nobody writes `ctx`: t
 | `count_stored` | count that this program has stored its part; the last one speaks for all of this rank |
 | `stamp`, `wait_stamp` | value of the flags of this launch, which names what runs; spin until a peer has raised one |
 | `look` | whether consecutive flags have all been raised by now |
+| `enter` | tell all peers that this launch has begun, and wait until it has at all of them |
+| `tell_all` | tell all ranks to give up |
 | `first_claim`, `claim`, `claimed`, `leave`, `alive` | next tile to work on; end of a program; whether the group is sound |
 | `fence_async`, `stores_done` | between a wait and TMA loads of what peers have stored; before a block barrier and a release |
 
@@ -33,6 +35,7 @@ from .core import (
     clock_ns,
     consume_token,
     count_stored,
+    enter,
     fence_async,
     first_claim,
     flags,
@@ -47,6 +50,7 @@ from .core import (
     stamp,
     stores_done,
     symm_at,
+    tell_all,
     wait,
     wait_all,
     wait_all_or_close,
@@ -64,6 +68,7 @@ __all__ = [
     "clock_ns",
     "consume_token",
     "count_stored",
+    "enter",
     "extern_call",
     "extract",
     "fence_async",
@@ -83,6 +88,7 @@ __all__ = [
     "stamp",
     "stores_done",
     "symm_at",
+    "tell_all",
     "vector",
     "wait",
     "wait_all",

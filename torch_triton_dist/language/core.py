@@ -46,6 +46,7 @@ DATA_START = tl.constexpr(layout.DATA_START)
 DATA_STRIDE = tl.constexpr(layout.DATA_STRIDE)
 CLOCK = tl.constexpr(layout.CLOCK)
 SEND = tl.constexpr(layout.SEND)
+HEAP_BYTES = tl.constexpr(layout.HEAP_BYTES)
 HEAPS = tl.constexpr(layout.HEAPS)
 
 RECORD_STATE = tl.constexpr(layout.RECORD_STATE)
@@ -134,9 +135,8 @@ def _checks(_semantic=None):
 @triton.jit
 def _check(ptr, rank, ctx):
     offset = ptr.to(tl.int64) - tl.load(ctx + HEAPS + tl.load(ctx + RANK))
-    total = tl.load(ctx + DATA_START) + 2 * tl.load(ctx + DATA_STRIDE)
     tl.device_assert((rank >= 0) & (rank < tl.load(ctx + WORLD)), "dl.symm_at: rank is no rank of the group")
-    tl.device_assert((offset >= 0) & (offset < total), "dl.symm_at: ptr is outside the symmetric heap")
+    tl.device_assert((offset >= 0) & (offset < tl.load(ctx + HEAP_BYTES)), "dl.symm_at: ptr is outside the symmetric heap")
 
 
 @triton.jit
@@ -246,11 +246,28 @@ def first_claim(stamp, ctx=None):
     if first == 0:
         me = tl.load(ctx + RANK)
         world = tl.load(ctx + WORLD)
-        for i in range(1, world):
-            peer = (me + i) % world
-            control = tl.load(ctx + HEAPS + world + peer).to(tl.pointer_type(tl.int64))
-            tl.store(control + HEAPS + 2 * world + me, stamp)
+        for peer in range(world):
+            if peer != me:
+                control = tl.load(ctx + HEAPS + world + peer).to(tl.pointer_type(tl.int64))
+                tl.store(control + HEAPS + 2 * world + me, stamp)
     return first
+
+
+@triton.jit
+def enter(stamp, kernel: tl.constexpr, ctx=None):
+    """Tells all peers what this rank enters, and waits until all have entered the same launch: their launches before it have ended, so that
+    what those read may be overwritten. For a kernel of its own in front of copies, see kernels/copies.py. Returns a token."""
+    me = tl.load(ctx + RANK)
+    world = tl.load(ctx + WORLD)
+    for peer in range(world):
+        if peer != me:
+            control = tl.load(ctx + HEAPS + world + peer).to(tl.pointer_type(tl.int64))
+            tl.atomic_xchg(control + HEAPS + 2 * world + me, stamp, sem="release", scope="sys")
+    token = tl.full((), 0, tl.int64)
+    for peer in range(world):
+        if peer != me:
+            token += wait_stamp(ctx + HEAPS + 2 * world + peer, stamp, kernel, peer, ctx=ctx)
+    return token
 
 
 @triton.jit
@@ -271,10 +288,17 @@ def _give_up(kernel: tl.constexpr, flag, expected, seen, peer, reason, ctx):
         tl.atomic_xchg(ctx + RECORDED, tl.full((), 2, tl.int64), sem="acq_rel", scope="sys")
         tl.store(record + RECORD_STATE, 1)
     if reason != REASON_TOLD:
-        world = tl.load(ctx + WORLD)
-        for i in range(world):
-            control = tl.load(ctx + HEAPS + world + i).to(tl.pointer_type(tl.int64))
-            tl.atomic_cas(control + ABORT, tl.full((), 0, tl.int64), me + 1, sem="acq_rel", scope="sys")
+        tell_all(ctx)
+
+
+@triton.jit
+def tell_all(ctx):
+    """Tells all ranks, this one too, to give up."""
+    me = tl.load(ctx + RANK)
+    world = tl.load(ctx + WORLD)
+    for i in range(world):
+        control = tl.load(ctx + HEAPS + world + i).to(tl.pointer_type(tl.int64))
+        tl.atomic_cas(control + ABORT, tl.full((), 0, tl.int64), me + 1, sem="acq_rel", scope="sys")
 
 
 @triton.jit
@@ -456,8 +480,9 @@ def _wait_slowly(ptr, value, stamped: tl.constexpr, scope: tl.constexpr, semanti
             other = seen
             reason = tl.full((), REASON_MISMATCH, tl.int32)
     if (seen < least) | (reason != 0):
-        base = tl.load(ctx + HEAPS + tl.load(ctx + RANK))
-        index = (ptr.to(tl.int64) - base) % tl.load(ctx + FLAGS_STRIDE) // 8
+        stride = tl.load(ctx + FLAGS_STRIDE)
+        at = ptr.to(tl.int64) - tl.load(ctx + HEAPS + tl.load(ctx + RANK))
+        index = tl.where((at >= 0) & (at < 2 * stride), tl.where(at < stride, at, at - stride) // 8, -1)  # -1: none of a half
         _give_up(kernel, index, value, tl.maximum(seen, other), peer, reason, ctx)
         seen = tl.cast(value, tl.int64)  # there may be a negative word (packed.py), and callers make a token of this
     return seen

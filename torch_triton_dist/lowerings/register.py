@@ -86,7 +86,7 @@ def _all_gather_matmul(shard, weights, gather_dim, group, *, bias, return_gather
         gathered.realize()
         tensors["GATHERED"] = gathered
         mutated = [gathered]
-    inputs = ag_mm.inputs(biases[widest] is not None, gather)
+    inputs = ag_mm.inputs(biases[widest] is not None, gather, chosen.landing > 0)
     product = launch(chosen, group, tensors, inputs, [world * m, widths[widest]], mutated)
     outputs = []
     for index, (weight, one) in enumerate(zip(weights, biases, strict=True)):

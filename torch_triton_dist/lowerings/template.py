@@ -33,7 +33,8 @@ EARLY = ("cuda",)
 
 
 class DistributedTemplateKernel(TritonTemplateKernel):
-    """A template kernel that imports the device language, and is followed by `runtime.after_launch`."""
+    """A template kernel that imports the device language, comes behind its copies, if it has any, and is followed by
+    `runtime.after_launch`."""
 
     def jit_lines(self) -> str:
         # Inductor compiles all kernels with device assertions on. Those of the device language (`dl.symm_at`) are function calls, and in a
@@ -54,13 +55,18 @@ class DistributedTemplateKernel(TritonTemplateKernel):
         return super().emit_kernel_override(wrapper, src_code, kernel_name, *rest)
 
     def call_kernel(self, name: str, node: Any = None, deallocate_ws: bool = True) -> None:
-        super().call_kernel(name, node, deallocate_ws)
         wrapper = V.graph.wrapper_code
         group = self.output_node.ttd_group
-        nbytes, nflags = self.output_node.ttd_needs
+        if self.output_node.ttd_copies:  # right before the kernel, and nothing in between: the copies of a capture have to be joined in it
+            wrapper.add_import_once("from torch_triton_dist.kernels import copies as torch_triton_dist_copies")
+            tensors = (self.named_input_nodes[name].codegen_reference() for name in ("A", "LANDING", "CTX"))
+            arguments = ", ".join([*tensors, repr(group), *map(str, self.output_node.ttd_copies)])
+            wrapper.writeline(f"torch_triton_dist_copies.start({arguments})")
+        super().call_kernel(name, node, deallocate_ws)
+        needs = ", ".join(map(str, self.output_node.ttd_needs))
         wrapper.add_import_once("from torch_triton_dist import runtime as torch_triton_dist_runtime")
         # When the module is loaded, also from a cache: the first launch then makes a heap that all of its kernels fit into.
-        wrapper.add_import_once(f"torch_triton_dist_runtime.reserve({group!r}, {nbytes}, {nflags})")
+        wrapper.add_import_once(f"torch_triton_dist_runtime.reserve({group!r}, {needs})")
         wrapper.writeline(f"torch_triton_dist_runtime.after_launch({group!r})")
 
 
@@ -128,16 +134,25 @@ def launch(
     """Adds the kernel of `plan` to the graph. tensors: realised IR nodes by argument name; returns its output of shape `size`."""
     first = tensors["A"]
     device, dtype = first.get_device(), first.get_dtype()
+    needs = (plan.nbytes, plan.nflags, *([plan.landing] if plan.landing else []))
     context = ir.TensorBox.create(
         ir.FallbackKernel.create(
-            torch.ops.torch_triton_dist.launch_context.default, device, group, plan.nbytes, plan.nflags, plan.signature
+            torch.ops.torch_triton_dist.launch_context.default, device, group, *needs[:2], plan.signature, *needs[2:]
         )
     )
     # The context is the group's own memory: Inductor may neither reuse it nor think that it is fresh.
     context.realize()
     _order(context.data.data, group)
     V.graph.never_reuse_buffers.add(context.get_name())
-    nodes = [context if name == "CTX" else tensors[name] for name in inputs]
+    tensors = {**tensors, "CTX": context}
+    if plan.landing:
+        landing = ir.TensorBox.create(
+            ir.FallbackKernel.create(torch.ops.torch_triton_dist.landing_area.default, context, group, plan.landing)
+        )
+        landing.realize()
+        V.graph.never_reuse_buffers.add(landing.get_name())
+        tensors["LANDING"] = landing
+    nodes = [tensors[name] for name in inputs]
     layout = ir.FixedLayout(device, dtype, size)
     choices: list[Any] = []
     with triton_on_cpu(device):
@@ -158,7 +173,8 @@ def launch(
         output = choices[0].output_node()
     buffer = output.data.data
     # On the buffer, not in the kernel's source: groups share one compiled kernel.
-    buffer.ttd_group, buffer.ttd_needs = group, (plan.nbytes, plan.nflags)
+    buffer.ttd_group, buffer.ttd_needs = group, needs
+    buffer.ttd_copies = plan.copies if plan.landing else None
     _order(buffer, group)
     if device.type != "cpu" and reads(V.graph.current_node) > READS:
         V.graph.no_fuse_buffer_names.add(buffer.get_name())

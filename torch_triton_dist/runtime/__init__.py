@@ -25,6 +25,7 @@ from .. import config
 from . import agreement, groups
 from .errors import DistributedKernelError
 from .heap import SymmetricHeap
+from .layout import Needs
 from .watchdog import Watchdog
 
 __all__ = ["DistributedKernelError", "after_launch", "check", "heap_report", "launch_context", "reserve", "reset", "same_table"]
@@ -32,7 +33,7 @@ __all__ = ["DistributedKernelError", "after_launch", "check", "heap_report", "la
 _heaps: dict[tuple[str, str], SymmetricHeap] = {}  # (group name, device type)
 _routes: dict[tuple[str, torch.device], SymmetricHeap] = {}  # the same for the launch path: device.type is slow to ask for
 _last: dict[str, SymmetricHeap] = {}  # group name -> heap of the last launch
-_reserved: dict[str, tuple[int, int]] = {}  # group name -> data bytes, flags, of the kernels that are known to come
+_reserved: dict[str, Needs] = {}  # by group name, of the kernels that are known to come
 _incarnations: dict[tuple[str, str, tuple[int, ...]], int] = {}
 _lock = threading.RLock()
 log = logging.getLogger("torch_triton_dist.runtime")
@@ -41,7 +42,9 @@ _forked = False
 _inherited: list[SymmetricHeap] = []
 
 
-def launch_context(device: torch.device, group_name: str, nbytes: int, nflags: int, signature: str) -> torch.Tensor:
+def launch_context(
+    device: torch.device, group_name: str, nbytes: int, nflags: int, signature: str, landing: int = 0
+) -> torch.Tensor:
     """Context of a group for one launch: call it right before the launch, and `after_launch` right after.
 
     The first call for a group makes its heap, a call that needs more than the heap has grows it; both are collective, and so
@@ -54,6 +57,7 @@ def launch_context(device: torch.device, group_name: str, nbytes: int, nflags: i
         nbytes, nflags: data bytes and flags that the kernel uses in each half of the heap.
         signature: what the kernel computes, `name(shapes, dtype, ...)`; equal on all ranks. Compared at its first launch here, and
             in every launch by the kernel, which stamps its flags with the `layout.signature_code` of it.
+        landing: bytes of the landing area that its copies need (kernels/copies.py).
 
     Returns:
         int64 tensor on `device`, at one address for the life of the group; its words are described in `runtime.layout`.
@@ -66,9 +70,14 @@ def launch_context(device: torch.device, group_name: str, nbytes: int, nflags: i
     heap = _routes.get((group_name, device))
     if heap is None or not heap.is_current():
         heap = _routes[group_name, device] = _new_heap(device, group_name)
-    context = heap.enter(nbytes, nflags, signature)
+    context = heap.enter(Needs(nbytes, nflags, landing), signature)
     _last[group_name] = heap
     return context
+
+
+def entered_heap(group_name: str) -> SymmetricHeap:
+    """The heap of the launch that is between `launch_context` and `after_launch`, for the copies that come with it."""
+    return _last[group_name]
 
 
 def after_launch(group_name: str) -> None:
@@ -82,20 +91,19 @@ def after_launch(group_name: str) -> None:
         heap.leave()
 
 
-def reserve(group_name: str, nbytes: int, nflags: int) -> None:
+def reserve(group_name: str, nbytes: int, nflags: int, landing: int = 0) -> None:
     """Says that a launch with these needs is to come, so that the heap is made large enough at once. Not collective: a heap is made, or
     grows, at a launch, and then to the most that any rank of the group has reserved or needs.
 
     Args:
         group_name: name of the process group, which need not exist yet.
-        nbytes, nflags: as in `launch_context`.
+        nbytes, nflags, landing: as in `launch_context`.
     """
-    most = _reserved.get(group_name, (0, 0))
-    _reserved[group_name] = (max(most[0], nbytes), max(most[1], nflags))
+    _reserved[group_name] = Needs.most([_reserved_for(group_name), Needs(nbytes, nflags, landing)])
 
 
-def _reserved_for(group_name: str) -> tuple[int, int]:
-    return _reserved.get(group_name, (0, 0))
+def _reserved_for(group_name: str) -> Needs:
+    return _reserved.get(group_name, Needs(0, 0))
 
 
 def check() -> None:
@@ -161,7 +169,7 @@ def _device_of(group: dist.ProcessGroup) -> torch.device:
 
 def heap_report() -> list[dict[str, Any]]:
     """One entry per heap of this process: group, rank, world, device, transport, bytes, flags (a half), generation, and needs:
-    kernel -> (data bytes, flags) of its largest launch."""
+    kernel -> `layout.Needs` of its largest launches."""
     return [heap.report() for heap in list(_heaps.values()) if heap.is_current()]
 
 

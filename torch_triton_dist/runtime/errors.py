@@ -62,6 +62,8 @@ def waited(record: Sequence[int] | None) -> str:
     expected, seen = record[layout.RECORD_EXPECTED] >> bits, record[layout.RECORD_SEEN] >> bits
     if record[layout.RECORD_PEER] < 0:  # a signal of the device language, which anyone may raise, and to any value
         where, what = f"word {record[layout.RECORD_FLAG]} of its heap", f"{expected} expected"
+    elif record[layout.RECORD_FLAG] < 0:  # a word of the context, or of the landing area
+        where, what = f"rank {record[layout.RECORD_PEER]} to enter a launch or to copy its rows", f"launch {expected} expected"
     else:
         where, what = f"flag {record[layout.RECORD_FLAG]} from rank {record[layout.RECORD_PEER]}", f"launch {expected} expected"
     return f" It waited for {where}: {what}, {seen} seen."

@@ -28,6 +28,7 @@ from . import agreement, groups, layout
 from .board import Board
 from .errors import RESET, RESTART, DistributedKernelError, different_kernels, kernel_name, waited
 from .host import HostTransport
+from .layout import Needs
 from .peers import Peers
 from .settings import timeout_override
 
@@ -44,9 +45,9 @@ class SymmetricHeap:
         device: torch.device,
         incarnation: int | str,
         watchdog: Any,
-        reserved: Callable[[], tuple[int, int]] = lambda: (0, 0),
+        reserved: Callable[[], Needs] = lambda: Needs(0, 0),
     ) -> None:
-        """reserved: tells data bytes and flags of launches to come, see `runtime.reserve`."""
+        """reserved: tells the needs of launches to come, see `runtime.reserve`."""
         self.name, self.device, self._reserved = name, device, reserved
         self.group = weakref.ref(group)
         self.rank, self.world = group.rank(), group.size()
@@ -57,9 +58,13 @@ class SymmetricHeap:
         self.peers: Peers | None = None
         self.transport: Any = None
         self.heap: Any = None
-        self.nbytes = self.nflags = self.total = 0
+        self.room, self.total = Needs(0, 0), 0  # what the heap has room for, and its bytes
         self.generation = 0
-        self.needs: dict[str, tuple[int, int]] = {}  # signature -> data bytes, flags
+        self.needs: dict[str, Needs] = {}  # by signature
+        # The heap, if it has a landing area, and where that starts; before it, outgrown ones to which captured copies go on writing.
+        self._landings: list[tuple[Any, int]] = []
+        self._captured = False  # whether copies to the last of them were captured
+        self._copying = ""  # "captured" or "launched": copies of this launch are on their way
         self.signature = ""  # of the last launch
         self.sparse = False  # the user of the heap reserves memory bit by bit, where the transport can (`HostTransport.commit`)
         self._growths = 0  # tried in this epoch
@@ -79,14 +84,15 @@ class SymmetricHeap:
 
     # --- the launch path
 
-    def enter(self, nbytes: int, nflags: int, signature: str) -> torch.Tensor:
+    def enter(self, needs: Needs, signature: str) -> torch.Tensor:
         """Everything before a launch; returns the context."""
         if self._owner != threading.get_ident():
             self._take_turn()
         try:
-            needs = self.needs.get(signature)
-            if needs is None or nbytes > self.nbytes or nflags > self.nflags or self.heap is None:
-                self._prepare(nbytes, nflags, signature)
+            if self._copying:
+                self._end_copies(launched=False)
+            if signature not in self.needs or self.heap is None or not needs.within(self.room):
+                self._prepare(needs, signature)
             elif self._poison is not None or self.board.gone or self.transport.failed():
                 self._raise_failure()
             if timeout_override() is not self._timeout_override:
@@ -107,8 +113,37 @@ class SymmetricHeap:
             self._set_timeout()
         return self.transport.context
 
+    def landing(self) -> torch.Tensor:
+        """The landing area of this rank, uint8: between `enter` and `leave`."""
+        heap, start = self._landings[-1]
+        return heap.own[start : self.total]
+
+    def begin_copies(self) -> None:
+        """Between `enter` and `leave`: copies to landing areas begin."""
+        self._copying = "captured" if self.transport.capturing() else "launched"
+        self._captured |= self._copying == "captured"
+
+    def _end_copies(self, launched: bool) -> None:
+        """What was copied may be overwritten behind this. launched: whether the kernel that the copies are for was."""
+        how, self._copying = self._copying, ""
+        if not launched and how == "captured":
+            return  # that capture has failed, and nothing was copied
+        self.transport.join()
+        if not launched:
+            kernel = self.signature.split("(")[0]
+            raise self.refuse(f"{kernel} was not launched, because of an error before it, but its copies had begun. {RESET}.")
+
+    def push(self, parts: list[list[tuple[torch.Tensor, int]]]) -> None:
+        """Between `enter` and `leave`: has the copy engine write `parts`, one after the other, into the landing areas of all peers.
+
+        Each part is a list of copies, made in this order for each peer: bytes (uint8, contiguous), and their offset in the area."""
+        heap, start = self._landings[-1]
+        self.transport.push(heap, [[(source, start + offset) for source, offset in part] for part in parts])
+
     def leave(self) -> None:
         """Everything after a launch; raises its error where it is known by now."""
+        if self._copying:
+            self._end_copies(launched=True)
         if self._owner == threading.get_ident():
             self._release()
         if self.transport is not None and self.transport.failed():
@@ -151,23 +186,23 @@ class SymmetricHeap:
 
     # --- first launch of a kernel, growth
 
-    def _prepare(self, nbytes: int, nflags: int, signature: str) -> None:
+    def _prepare(self, needs: Needs, signature: str) -> None:
         self._raise_failure()
         self._refuse_capture(f"{signature.split('(')[0]!r} was launched for the first time, or needs a larger heap,")
         self._on_timeout = config.checked("on_timeout")
         try:
             if signature not in self.needs:
-                self._agree(signature, f"{nbytes} bytes and {nflags} flags, on {self.device.type}")
+                self._agree(signature, f"{needs.nbytes} bytes and {needs.nflags} flags, on {self.device.type}")
             # Tensors made in inference mode could not be written to outside of it.
             with torch.inference_mode(False), torch.no_grad():
                 if self.transport is None:
                     self._connect(config.checked("timeout_s"))
-                if self.heap is None or nbytes > self.nbytes or nflags > self.nflags:
-                    self._grow(max(nbytes, self.nbytes), max(nflags, self.nflags), signature, config.checked("timeout_s"))
+                if self.heap is None or not needs.within(self.room):
+                    self._grow(Needs.most([needs, self.room]), signature, config.checked("timeout_s"))
         except DistributedKernelError as failed:
             self._poison = failed
             raise
-        self.needs[signature] = (nbytes, nflags)
+        self.needs[signature] = needs
 
     def _refuse_capture(self, what: str) -> None:
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -216,9 +251,9 @@ class SymmetricHeap:
         self._timeout_s, self._timeout_override = 0.0, object()  # as in the new table
         self.watchdog.nudge()
 
-    def _grow(self, nbytes: int, nflags: int, signature: str, timeout_s: float) -> None:
-        """Collective: a heap for `nbytes` and `nflags` a half, or for what any rank has reserved where that is more, before the first
-        launch of `signature`. LAUNCH goes on; captured graphs find the new heap in the table.
+    def _grow(self, needs: Needs, signature: str, timeout_s: float) -> None:
+        """Collective: a heap with room for `needs`, or for what any rank has reserved where that is more, before the first launch of
+        `signature`. LAUNCH goes on; captured graphs find the new heap in the table.
 
         The first exchange comes when all launches of this rank have ended. After it, all launches of all ranks have, and nobody
         writes to the old memory any more. After the last one, all ranks have mapped zero flags.
@@ -229,29 +264,35 @@ class SymmetricHeap:
         transport.drain()
         look = board.guarded(step, lambda: self._look_for_other_kernels(signature))
         # Ranks load their modules at different times, so they may have reserved more or less; the heap is the same on all.
-        wanted = [max(pair) for pair in zip((nbytes, nflags), self._reserved(), strict=True)]
-        nbytes, nflags = (max(sizes) for sizes in zip(*board.exchange(step, wanted, timeout_s, look), strict=True))
-        flags_stride, data_start, data_stride, total = layout.heap_layout(nbytes, nflags)
-        memory = board.guarded(step, lambda: transport.allocate(total))
+        wanted = Needs.most([needs, self._reserved()])
+        needs = Needs.most(board.exchange(step, wanted, timeout_s, look))
+        places = layout.heap_layout(needs)
+        memory = board.guarded(step, lambda: transport.allocate(places.total))
         try:
             board.exchange(f"{step}, memory", True, timeout_s)
         except BaseException:
             transport.discard(memory)
             raise
-        heap = board.guarded(step, lambda: transport.map(memory, total, timeout_s))
+        heap = board.guarded(step, lambda: transport.map(memory, places.total, timeout_s))
         board.exchange(f"{step}, mapped", True, timeout_s)
         self.generation += 1
         words = {
-            layout.FLAGS_STRIDE: flags_stride,
-            layout.DATA_START: data_start,
-            layout.DATA_STRIDE: data_stride,
+            layout.FLAGS_STRIDE: places.flags_stride,
+            layout.DATA_START: places.data_start,
+            layout.DATA_STRIDE: places.data_stride,
+            layout.HEAP_BYTES: places.total,
             layout.GENERATION: self.generation,
             layout.CLAIM: 0,  # see `_reset`
             layout.SEND: 0,
         }
         transport.write(words | {layout.HEAPS + peer: base for peer, base in enumerate(heap.bases)})
-        self.heap, self.total = heap, total
-        self.nbytes, self.nflags = data_stride, flags_stride // layout.WORD
+        self.heap, self.total = heap, places.total
+        self.room = Needs(places.data_stride, places.flags_stride // layout.WORD, places.total - places.landing_start)
+        if not self._captured:
+            self._landings = self._landings[:-1]
+        self._captured = False
+        if self.room.landing:
+            self._landings.append((heap, places.landing_start))
 
     def _look_for_other_kernels(self, signature: str) -> Callable[[], None]:
         """A function that raises once a peer is in the launch that this rank is growing the heap for. Nobody enters it before all
@@ -432,11 +473,13 @@ class SymmetricHeap:
         if not all(connected for connected, _, _ in states):
             self.close()
         elif len({tuple(state) for state in states}) > 1:  # a growth succeeded on some ranks only
-            self.heap, self.total, self.nbytes, self.nflags = None, 0, 0, 0
+            self.heap, self.total, self.room = None, 0, Needs(0, 0)
         self.generation = 1 + max(generation for _, _, generation in states)
         if self.transport is not None:
             if self.heap is not None:
-                self.transport.zero_flags(self.heap, layout.heap_layout(self.nbytes, self.nflags)[1])
+                self.transport.zero(self.heap, 0, layout.heap_layout(self.room).data_start)
+            for heap, start in self._landings:
+                self.transport.zero(heap, start, layout.landing_header(self.world))
             self.transport.clear_record()
             # No peer enters a launch before the exchange below, which all ranks reach with these words cleared.
             entered = [layout.entered(self.world, peer) for peer in range(self.world)]
@@ -458,15 +501,15 @@ class SymmetricHeap:
         if self.peers is not None:
             self.peers.close()
         self.peers = self.transport = self.heap = None
-        self.nbytes = self.nflags = self.total = 0
+        self._landings = []
+        self.room, self.total = Needs(0, 0), 0
 
     def report(self) -> dict[str, Any]:
         """One entry of `heap_report`."""
-        needs: dict[str, tuple[int, int]] = {}
-        for signature, (nbytes, nflags) in self.needs.items():
+        needs: dict[str, Needs] = {}
+        for signature, one in self.needs.items():
             kernel = signature.split("(")[0]
-            most = needs.get(kernel, (0, 0))
-            needs[kernel] = (max(most[0], nbytes), max(most[1], nflags))
+            needs[kernel] = Needs.most([needs.get(kernel, one), one])
         return {
             "group": self.name,
             "rank": self.rank,
@@ -474,7 +517,7 @@ class SymmetricHeap:
             "device": str(self.device),
             "transport": self.transport.name if self.transport is not None else None,
             "bytes": self.total,
-            "flags": self.nflags,
+            "flags": self.room.nflags,
             "generation": self.generation,
             "needs": needs,
         }

@@ -119,8 +119,8 @@ class HostTransport:
     def discard(self, fd: int) -> None:
         os.close(fd)
 
-    def zero_flags(self, heap: HostHeap, nbytes: int) -> None:
-        heap.own[:nbytes].zero_()
+    def zero(self, heap: HostHeap, start: int, nbytes: int) -> None:
+        heap.own[start : start + nbytes].zero_()
 
     def _map(self, fd: int, nbytes: int, timeout_s: float) -> list[torch.Tensor]:
         received = self._peers.swap_fds([fd], timeout_s)
@@ -133,6 +133,9 @@ class HostTransport:
                     os.close(received_fd)
 
     # --- launches
+
+    def join(self) -> None:
+        """Waits for copies: kernels make them here, and have ended."""
 
     def drain(self) -> None:
         """Waits for the launches of this rank: a launch on the CPU has ended when the call returns."""

@@ -4,7 +4,10 @@ The *context* is an int64 table in symmetric memory of its own (the control bloc
 the life of the group. The *heap* is the symmetric memory that kernels exchange data through; it can grow, and then only the table
 changes.
 
-    heap of a rank = [flags of half 0][flags of half 1][data of half 0][data of half 1]      launch number n uses half n % 2
+    heap of a rank = [flags of half 0][flags of half 1][data of half 0][data of half 1][landing area]      launch number n uses half n % 2
+
+The *landing area* is where copy engines put rows for this rank. It has no halves, because a captured copy has fixed addresses (see
+kernels/copies.py), and is there only if a kernel needs it.
 
 Words are int64. Every offset is a multiple of `ALIGNMENT` bytes.
 """
@@ -12,6 +15,8 @@ Words are int64. Every offset is a multiple of `ALIGNMENT` bytes.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterable
+from typing import NamedTuple
 
 WORD = 8  # bytes of a word, and of a flag
 ALIGNMENT = 256  # bytes
@@ -33,6 +38,7 @@ DATA_STRIDE = 11  # bytes of data in each half
 GENERATION = 12  # heap generation, +1 at growth and at reset
 CLOCK = 13  # latest time, ns, that a waiting program of this rank has seen
 SEND = 14  # next send to claim, for kernels that claim their sends apart; the last program to leave clears it
+HEAP_BYTES = 15  # size of the heap
 HEAPS = 16  # HEAPS + r: address at which this rank sees the heap of rank r
 # HEAPS + WORLD + r: address at which this rank sees the control block of rank r
 # HEAPS + 2 * WORLD + r: the stamp of the launch that rank r has entered last; rank r writes it
@@ -43,7 +49,7 @@ NO_TILE = 2**31 - 1  # a claim that is larger than any tile; left in CLAIM and S
 RECORD_WORDS = 16
 RECORD_STATE = 0  # 0: none, 1: complete (written last)
 RECORD_KERNEL = 1  # id, see KERNELS
-RECORD_FLAG = 2  # index of the flag in its half
+RECORD_FLAG = 2  # index of the flag in its half; -1 if what was waited for is not in one
 RECORD_EXPECTED = 3  # value waited for: a stamp in our kernels
 RECORD_SEEN = 4  # value of the flag when the rank gave up; the stamp of the other kernel for REASON_MISMATCH
 RECORD_RANK = 5  # the rank that waited
@@ -105,8 +111,45 @@ def control_bytes(world: int) -> int:
     return max(CONTROL_BYTES, sync_offset(world) + align(WORD * SYNC_WORDS * SYNC_TEAMS))
 
 
-def heap_layout(nbytes: int, nflags: int) -> tuple[int, int, int, int]:
-    """FLAGS_STRIDE, DATA_START, DATA_STRIDE and the size of a heap, in bytes, for `nbytes` of data and `nflags` flags a half."""
-    flags_stride = align(max(1, nflags) * WORD)
-    data_stride = align(max(1, nbytes))
-    return flags_stride, 2 * flags_stride, data_stride, 2 * (flags_stride + data_stride)
+LANDING_PARTS = 2  # a shard is copied in so many parts, each with a flag
+
+
+def landing_header(world: int) -> int:
+    """Bytes at the start of the landing area, before the rows: flag r * LANDING_PARTS + p says that part p of rank r has come; the word
+    behind them holds the stamp that this rank's copies take along."""
+    return align(WORD * (world * LANDING_PARTS + 1))
+
+
+class Needs(NamedTuple):
+    """What a launch needs: data bytes and flags in each half of the heap, and bytes of the landing area."""
+
+    nbytes: int
+    nflags: int
+    landing: int = 0
+
+    def within(self, other: Needs) -> bool:
+        """Whether a heap made for `other` has room for these."""
+        return self.nbytes <= other.nbytes and self.nflags <= other.nflags and self.landing <= other.landing
+
+    @staticmethod
+    def most(several: Iterable[Needs]) -> Needs:
+        """The most that any of several needs of each."""
+        return Needs(*map(max, zip(*several, strict=True)))
+
+
+class HeapLayout(NamedTuple):
+    """Bytes: FLAGS_STRIDE, DATA_START, DATA_STRIDE of the context table, where the landing area starts, and the size of the heap."""
+
+    flags_stride: int
+    data_start: int
+    data_stride: int
+    landing_start: int
+    total: int
+
+
+def heap_layout(needs: Needs) -> HeapLayout:
+    """The heap with room for `needs`."""
+    flags_stride = align(max(1, needs.nflags) * WORD)
+    data_stride = align(max(1, needs.nbytes))
+    landing_start = 2 * (flags_stride + data_stride)
+    return HeapLayout(flags_stride, 2 * flags_stride, data_stride, landing_start, landing_start + align(needs.landing))

@@ -85,6 +85,7 @@ class P2PTransport:
             # Of the high-priority pool, which few programs draw from: the streams of a pool are shared once all are handed out,
             # and a stream on which a kernel spins would be of no use. Pool streams do not wait for the default stream.
             self._side = torch.cuda.Stream(priority=-1)
+            self._copies = torch.cuda.Stream(priority=-1)  # waits for launches, and they for it
             self._record_memory, self._record = _pinned(layout.RECORD_WORDS)
             self._outbox_memory, self._outbox = _pinned(layout.control_bytes(world) // layout.WORD)
             self._told_memory, self._told = _pinned(world)
@@ -182,8 +183,8 @@ class P2PTransport:
     def discard(self, own: torch.Tensor) -> None:
         """Freed with the last reference."""
 
-    def zero_flags(self, heap: P2PHeap, nbytes: int) -> None:
-        heap.own[:nbytes].zero_()
+    def zero(self, heap: P2PHeap, start: int, nbytes: int) -> None:
+        heap.own[start : start + nbytes].zero_()
         torch.cuda.synchronize(self.device)
 
     # --- launches
@@ -221,6 +222,23 @@ class P2PTransport:
             if not torch.cuda.is_current_stream_capturing():
                 stream.wait_stream(last)
         _last_streams[self.device.index], _last_handles[self.device.index] = stream, raw
+
+    def push(self, heap: P2PHeap, parts: list[list[tuple[torch.Tensor, int]]]) -> None:
+        """Copies bytes to an offset in the heaps of all peers, on a stream of its own behind the current one: `SymmetricHeap.push`.
+
+        Every rank begins with the rank before it, so that at any time each receives from one."""
+        world, rank = self._board.world, self._board.rank
+        self._copies.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._copies):
+            for part in parts:
+                for i in range(1, world):
+                    target = heap.views[(rank + world - i) % world]
+                    for source, offset in part:
+                        target[offset : offset + source.numel()].copy_(source, non_blocking=True)
+
+    def join(self) -> None:
+        """Has the current stream wait for the copies of `push`."""
+        torch.cuda.current_stream(self.device).wait_stream(self._copies)
 
     def close(self) -> None:
         """Lets kernels that use the memory end; it goes with the last reference to it."""

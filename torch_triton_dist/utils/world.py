@@ -18,6 +18,7 @@ import torch.distributed as dist
 from .. import config, runtime
 from ..runtime import groups, layout
 from ..runtime.heap import SymmetricHeap
+from ..runtime.layout import Needs
 from .allocator import Allocator, OutOfSymmetricMemory
 
 TRANSPORTS = ("host", "p2p", "nvshmem")
@@ -49,7 +50,7 @@ class PeerWorld:
             sizes = self.agree("the size of the symmetric heap", nbytes)
             if len(set(sizes)) > 1:
                 raise ValueError(f"{SIZE_VARIABLE} (or the argument heap_bytes) differs between ranks: {sizes} bytes, by rank")
-            self._heap.enter(nbytes // 2, _FLAGS, f"symmetric_heap({nbytes} bytes)")
+            self._heap.enter(Needs(nbytes // 2, _FLAGS), f"symmetric_heap({nbytes} bytes)")
             self._heap.leave()
         except BaseException:
             self.close()

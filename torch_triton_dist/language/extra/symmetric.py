@@ -30,8 +30,7 @@ _TIMEOUT_NS = tl.constexpr(layout.TIMEOUT_NS)
 _ABORT = tl.constexpr(layout.ABORT)
 _RECORDED = tl.constexpr(layout.RECORDED)
 _ERROR = tl.constexpr(layout.ERROR)
-_DATA_START = tl.constexpr(layout.DATA_START)
-_DATA_STRIDE = tl.constexpr(layout.DATA_STRIDE)
+_HEAP_BYTES = tl.constexpr(layout.HEAP_BYTES)
 _HEAPS = tl.constexpr(layout.HEAPS)
 _TABLES = tl.constexpr(layout.TABLES)
 _ALIGNMENT = tl.constexpr(layout.ALIGNMENT)
@@ -72,8 +71,7 @@ def at(ptr, pe, ctx):
     mine = tl.load(ctx + _HEAPS + tl.load(ctx + _RANK))
     offset = ptr.to(tl.int64) - mine
     tl.device_assert((pe >= 0) & (pe < tl.load(ctx + _WORLD)), "libshmem_device: pe is no rank of the group")
-    total = tl.load(ctx + _DATA_START) + 2 * tl.load(ctx + _DATA_STRIDE)
-    tl.device_assert((offset >= 0) & (offset < total), "libshmem_device: the address is outside the symmetric heap")
+    tl.device_assert((offset >= 0) & (offset < tl.load(ctx + _HEAP_BYTES)), "libshmem_device: the address is outside the symmetric heap")
     return (tl.load(ctx + _HEAPS + pe) + offset).to(ptr.dtype)
 
 

@@ -1,9 +1,12 @@
-"""Every form of GEMM + all-reduce at one size beside the others: which one pays where, for the limits in kernels/matmul_all_reduce.py.
+"""Every form of an op at one size beside the others: which one pays where, for the limits in kernels/matmul_all_reduce.py and
+kernels/all_gather_matmul.py.
 
-    torchrun --standalone --nproc-per-node 4 benchmarks/all_reduce_forms.py --rows 17 32 64 128 256 --depth 2048 --columns 8192
+    torchrun --standalone --nproc-per-node 4 benchmarks/forms.py all_reduce --rows 17 32 64 128 256 --depth 2048 --columns 8192
+    torchrun --standalone --nproc-per-node 4 benchmarks/forms.py all_gather --rows 4096 8192 --depth 8192 --columns 2048 7168
 
-Forms: one-shot, two-shot, sliced (with 0, 1 or 2 of its hops in packed words), packed (up to 16 rows), and what `plan` chooses; beside
-them cuBLAS alone, and followed by `two_shot_all_reduce_` and `one_shot_all_reduce` of torch's symmetric memory. bf16. As in
+GEMM + all-reduce: one-shot, two-shot, sliced (with 0, 1 or 2 of its hops in packed words), packed (up to 16 rows), and what `plan` chooses;
+beside them cuBLAS alone, and followed by `two_shot_all_reduce_` and `one_shot_all_reduce` of torch's symmetric memory. All-gather + GEMM:
+rows sent by programs, by copy engines, and as `plan` chooses; beside them cuBLAS alone, behind NCCL, and async TP. bf16. As in
 `python -m torch_triton_dist bench`: each is a CUDA graph of several calls on other inputs, replayed in turns with a cold cache; printed are
 microseconds a call, median of the replays, the slowest rank. Every form is compared with fp32 first. Without GPUs it runs on the CPU: to
 see that it works.
@@ -19,34 +22,42 @@ import torch.distributed as dist
 
 from torch_triton_dist import utils
 from torch_triton_dist.bench import variants
-from torch_triton_dist.bench.cases import AR, Case
+from torch_triton_dist.bench.cases import AG, AR, Case
 from torch_triton_dist.bench.measure import LIMITS, Machine, Runner, change_inputs, make_setup, on_gpu, references, slowest_rank, time_all
-from torch_triton_dist.kernels import matmul_all_reduce
+from torch_triton_dist.kernels import all_gather_matmul, matmul_all_reduce
 
 FORMS = {
-    "one": {"two_shot": False},
-    "two": {"two_shot": True},
-    "sliced": {"sliced": True, "hops": 0},
-    "sliced/1": {"sliced": True, "hops": 1},
-    "sliced/2": {"sliced": True, "hops": 2},
-    "packed": {"small": True},
-    "chosen": {},
+    AR: {
+        "one": {"two_shot": False},
+        "two": {"two_shot": True},
+        "sliced": {"sliced": True, "hops": 0},
+        "sliced/1": {"sliced": True, "hops": 1},
+        "sliced/2": {"sliced": True, "hops": 2},
+        "packed": {"small": True},
+        "chosen": {},
+    },
+    AG: {"sent": {"copied": False}, "copied": {"copied": True}, "chosen": {}},
 }
-PARTS = {"gemm": variants.gemm, "+symm two": variants.two_shot, "+symm one": variants.one_shot}
+PARTS = {
+    AR: {"gemm": variants.gemm, "+symm two": variants.two_shot, "+symm one": variants.one_shot},
+    AG: {"gemm": variants.gemm, "nccl+gemm": variants.in_sequence, "async TP": variants.async_tp},
+}
 
 
 def form(setup: variants.Setup, forced: dict) -> variants.Call:
-    run = matmul_all_reduce.run
-    return lambda i: run(setup.x[i], setup.weight[i], "sum", setup.group, setup.world, None, **forced)
+    x, weight, group, world = setup.x, setup.weight, setup.group, setup.world
+    if setup.case.op == AR:
+        return lambda i: matmul_all_reduce.run(x[i], weight[i], "sum", group, world, None, **forced)
+    return lambda i: all_gather_matmul.run(x[i], weight[i], x[i].shape[0], group, world, None, False, **forced)[0]
 
 
 def measure(case: Case, machine: Machine, replays: int) -> dict[str, float]:
     """Microseconds by form; those that do not apply are left out."""
     setup = make_setup(case, machine, torch.bfloat16, "")
     runners: dict[str, Runner] = {}
-    for name, build in PARTS.items() if on_gpu(machine.device) else ():
+    for name, build in PARTS[case.op].items() if on_gpu(machine.device) else ():
         runners[name] = Runner(setup, build(setup))
-    for name, forced in FORMS.items():
+    for name, forced in FORMS[case.op].items():
         if name != "packed" or case.m <= matmul_all_reduce.SMALL_ROWS:
             runners[name] = Runner(setup, form(setup, forced))
     for runner in runners.values():  # all, before the first is captured: the heap grows only outside of graphs
@@ -55,7 +66,7 @@ def measure(case: Case, machine: Machine, replays: int) -> dict[str, float]:
         runner.capture()
     change_inputs(setup, 1)
     exact = references(setup, "peer")
-    for name in [name for name in runners if name in FORMS]:
+    for name in [name for name in runners if name in FORMS[case.op]]:
         runners[name].poison()
         dist.barrier()
         runners[name].run()
@@ -67,6 +78,7 @@ def measure(case: Case, machine: Machine, replays: int) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("op", choices=["all_gather", "all_reduce"])
     parser.add_argument("--rows", type=int, nargs="+", default=[32, 64, 128, 256])
     parser.add_argument("--depth", type=int, nargs="+", default=[2048])
     parser.add_argument("--columns", type=int, nargs="+", default=[8192])
@@ -74,13 +86,15 @@ def main() -> None:
     options = parser.parse_args()
     group = utils.initialize_distributed()
     machine = Machine(utils.device(), group.group_name)
+    op = AR if options.op == "all_reduce" else AG
+    names = [*PARTS[op], *FORMS[op]]
     if dist.get_rank() == 0:
-        print("M      KxN         " + "".join(f"{name:>11}" for name in [*PARTS, *FORMS]) + "  chosen")
+        print("M      KxN         " + "".join(f"{name:>11}" for name in names) + "  chosen")
     for n, k, m in itertools.product(options.columns, options.depth, options.rows):
-        case = Case(AR, m, k, n)
+        case = Case(op, m, k, n)
         found = measure(case, machine, options.replays)
         if dist.get_rank() == 0:
-            text = "".join(f"{found[name]:11.1f}" if name in found else "          -" for name in [*PARTS, *FORMS])
+            text = "".join(f"{found[name]:11.1f}" if name in found else "          -" for name in names)
             chosen = variants.algorithm(case, machine.world, torch.bfloat16, machine.device)
             print(f"{m:<6} {f'{k}x{n}':<12}{text}  {chosen}", flush=True)
     dist.barrier()

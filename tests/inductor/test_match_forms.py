@@ -222,7 +222,11 @@ def test_awaited_again(dim):
     x = X3 if dim else X
     captured = check(lambda x, a: (wait(gather(x)) @ a, wait(wait(gather(x)))), X, W1, ops=[AG])
     assert not captured.fused.graph.find_nodes(op="call_function", target=wait.default)
-    for collective, name in ((lambda y: all_reduce(y, "sum", NAMES[2]), AR), (lambda y: reduce_scatter_tensor(y, "sum", dim, NAMES[2]), RS)):
+    reductions = {
+        AR: lambda y: all_reduce(y, "sum", NAMES[2]),
+        RS: lambda y: reduce_scatter_tensor(y, "sum", dim, NAMES[2]),
+    }
+    for name, collective in reductions.items():
         captured = check(lambda x, a, collective=collective: wait(collective(x @ a)) * 2, x, W1, ops=[name])
         assert not captured.fused.graph.find_nodes(op="call_function", target=wait.default)
 

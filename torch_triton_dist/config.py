@@ -22,6 +22,7 @@ def accepted(name: str) -> str:
     return {
         "timeout_s": "a number of seconds above 0",
         "on_timeout": "'raise' or 'abort'",
+        "copy_engines": "'graphs', 'always' or 'never'",
         "num_programs": "0 (chosen by the kernel) or a number of programs",
     }.get(name, "True or False")
 
@@ -32,6 +33,8 @@ def is_valid(name: str, value: Any) -> bool:
         return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value > 0
     if name == "on_timeout":
         return value in ("raise", "abort")
+    if name == "copy_engines":
+        return value in ("graphs", "always", "never")
     if name == "num_programs":
         return isinstance(value, int) and not isinstance(value, bool) and value >= 0
     return isinstance(value, bool)
@@ -71,6 +74,10 @@ matmul_all_reduce: bool = from_environment("matmul_all_reduce", True)
 # Fuse only where the measured table says that fusing wins. False: fuse whenever it is legal.
 cost_gate: bool = from_environment("cost_gate", True)
 
+# Where copy engines send the shards of large all-gathers (kernels/copies.py), while every program multiplies: "graphs", in code that is
+# compiled for CUDA graphs (mode="reduce-overhead"), "always", or "never". Outside of graphs a launch then takes the host much longer.
+copy_engines: str = from_environment("copy_engines", "graphs")
+
 # Deadline of every wait inside a kernel, in seconds.
 timeout_s: float = from_environment("timeout_s", 600)
 
@@ -95,7 +102,7 @@ def checked(name: str) -> Any:
 
 def code_flags() -> dict[str, Any]:
     """The flags that change generated code, with their values: part of Inductor's cache key."""
-    names = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "cost_gate", "num_programs")
+    names = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "cost_gate", "copy_engines", "num_programs")
     return {name: checked(name) for name in names}
 
 

@@ -173,7 +173,8 @@ def _compiled(rank, world, mode, dtype, sequence, replays, rows=64):
     counters.clear()
     plain = torch.compile(model)
     worst = 0.0
-    with torch.no_grad(), ttd.config.patch(cost_gate=False):
+    copies = "graphs" if mode == "reduce-overhead" else "always"
+    with torch.no_grad(), ttd.config.patch(cost_gate=False, copy_engines=copies):
         inputs = [torch.randn(rows, 512, device=device, dtype=dtype) for _ in range(replays)]
         expected = [plain(x).clone() for x in inputs]
         with ttd.enabled():
@@ -182,6 +183,8 @@ def _compiled(rank, world, mode, dtype, sequence, replays, rows=64):
                 worst = max(worst, _relative(fused(x).clone(), y))
             torch.cuda.synchronize()
             ttd.check()
+    landing = max(needs.landing for heap in ttd.runtime.heap_report() for needs in heap["needs"].values())
+    assert (landing > 0) == (rows > 64)
     return worst, dict(counters["torch_triton_dist"])
 
 

@@ -16,6 +16,7 @@ from torch_triton_dist import config
         ("timeout_s", 600, " 30 ", 30),
         ("on_timeout", "raise", "abort", "abort"),
         ("num_programs", 0, "4", 4),
+        ("copy_engines", "graphs", "never", "never"),
     ],
 )
 def test_environment(monkeypatch, name, default, text, value):
@@ -45,7 +46,8 @@ def test_wrong_environment(monkeypatch, name, default, text, accepts):
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("on_timeout", "foo"), ("timeout_s", -1), ("timeout_s", True), ("num_programs", "2"), ("cost_gate", 1)]
+    ("name", "value"),
+    [("on_timeout", "foo"), ("timeout_s", -1), ("timeout_s", True), ("num_programs", "2"), ("cost_gate", 1), ("copy_engines", True)],
 )
 def test_wrong_assignment(name, value):
     with config.patch({name: value}), pytest.raises(ValueError, match=f"config.{name} is {value!r}; it accepts"):
@@ -58,5 +60,5 @@ def test_unknown_flag():
 
 
 def test_code_flags():
-    names = {"all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "cost_gate", "num_programs"}
+    names = {"all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "cost_gate", "copy_engines", "num_programs"}
     assert set(config.code_flags()) == names

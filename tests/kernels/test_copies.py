@@ -177,7 +177,7 @@ def test_who_gives_up_tells_all_before_copies_begin():
 
 
 def compiled(rank: int, world: int) -> list:
-    """Copies in a compiled graph, which the CPU would not choose by itself."""
+    """Copies in a compiled graph, which the CPU would not choose by itself; what is asked knows that it is for a CUDA graph."""
     import torch.distributed._functional_collectives as funcol
     from torch._inductor.utils import run_and_get_code
 
@@ -187,16 +187,17 @@ def compiled(rank: int, world: int) -> list:
     def model(x):
         return torch.relu(funcol.all_gather_tensor(x.sin(), 0, group) @ weight) + 1
 
-    ag_mm._copies_pay = lambda *args: True
-    right, sources = True, []
-    with config.patch(cost_gate=False), ttd.enabled(), torch.no_grad():
-        step = torch.compile(model)
+    replayed = []
+    ag_mm._copies_pay = lambda *args: replayed.append(args[-1]) or True
+    right, source = True, ""
+    with torch._inductor.config.patch(force_disable_caches=True), config.patch(cost_gate=False), ttd.enabled(), torch.no_grad():
+        step = torch.compile(model, options={"triton.cudagraphs": True})
         for launch in range(4):
             x = numbers(rank, 100, 48, dtype=torch.float32, seed=launch)
-            found, code = run_and_get_code(step, x)
+            found, code = run_and_get_code(step, x) if launch == 0 else (step(x), [])  # which compiles
             right &= torch.allclose(found, model(x), atol=1e-4)
-            sources.append("".join(code))
-    return [right, sources[0]]
+            source += "".join(code)
+    return [right and replayed == [True], source]
 
 
 def test_copies_in_a_compiled_graph():

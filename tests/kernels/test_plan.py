@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kernels.test_rounds import expected
+from torch_triton_dist import config
 from torch_triton_dist.backends import cpu
 from torch_triton_dist.kernels import all_gather_matmul as ag_mm
 from torch_triton_dist.kernels import all_gather_matmul_small as ag_small
@@ -232,17 +233,20 @@ def test_all_gather_by_copies(world, rows, n, k, dtype, device):
 def test_copies_by_size():
     """Where they were measured to pay, whatever the number of columns, which ranks need not have in common."""
 
-    def copied(rows, k, world, device=DEVICES[1], dtype=torch.bfloat16):
-        plans = [
-            ag_mm.plan(rows // world, n, k, world, dtype, inner=rows // world, has_bias=False, gather=False, device=device)
-            for n in (0, 1024, 7168)
-        ]
+    def copied(rows, k, world, device=DEVICES[1], replayed=True):
+        form = {"inner": rows // world, "has_bias": False, "gather": False, "device": device, "replayed": replayed}
+        plans = [ag_mm.plan(rows // world, n, k, world, torch.bfloat16, **form) for n in (0, 1024, 7168)]
         (landing,) = {plan.landing > 0 for plan in plans}
         return landing
 
     assert copied(4096, 4096, 2) and copied(8192, 4096, 2) and copied(16384, 8192, 2)
     assert not copied(2304, 4096, 2) and not copied(2048, 8192, 2)  # a few MiB; in groups of columns
     assert not copied(8192, 8192, 4) and not copied(8192, 8192, 2, DEVICES[0])
+    assert not copied(8192, 8192, 2, replayed=False)  # the host would take longer for each launch than a program saves
+    with config.patch(copy_engines="always"):
+        assert copied(8192, 8192, 2, replayed=False) and not copied(2304, 4096, 2)
+    with config.patch(copy_engines="never"):
+        assert not copied(8192, 8192, 2)
 
 
 def test_tiles_when_rows_are_copied():

@@ -43,6 +43,7 @@ import functools
 
 import torch
 
+from .. import config
 from ..runtime.layout import WORD, landing_header
 from . import all_gather_matmul_small
 from .copies import landing_bytes
@@ -303,12 +304,14 @@ def plan(
     groups: int | None = None,
     splits: int | None = None,
     copied: bool | None = None,
+    replayed: bool = False,
 ) -> Plan:
     """Plan for shard [rows, k] gathered over `world` ranks @ weight [k, n]; inner: rows of a shard that follow each other in the
     gathered tensor; gather: whether the gathered tensor is an output too; tma: see `tma_form`; tile: another one than `choose_tile`'s,
     with the same rows on all ranks; senders: programs that send before they multiply; small: whether it is a plan for
     `all_gather_matmul_small` (None: by the rows); groups: of columns, the same on all ranks; splits: parts of the last tiles, a divisor of
-    groups; copied: whether copy engines send the rows, in one group, the same on all ranks (None: by sizes)."""
+    groups; copied: whether copy engines send the rows, in one group, the same on all ranks (None: by sizes, `replayed` and
+    `config.copy_engines`); replayed: whether it is for a CUDA graph."""
     if small is None:
         small = world * rows <= SMALL_ROWS.get(device.type, 256) and not copied
     if small:
@@ -319,7 +322,7 @@ def plan(
         few = device.type != "cpu" and dtype.itemsize == 2 and world * rows <= GROUPED_ROWS
         groups = GROUPS if few and k >= GROUPS * GROUP_DEPTH and not copied else 1
     if copied is None:
-        copied = groups == 1 and _copies_pay(rows * k * dtype.itemsize, world, device)
+        copied = groups == 1 and _copies_pay(rows * k * dtype.itemsize, world, device, replayed)
     if copied and groups > 1:
         raise ValueError(f"{NAME}: copy engines send whole rows, not {groups} groups of columns")
     if tile is None:
@@ -404,9 +407,12 @@ def _copied_us(rows: int, n: int, k: int, world: int, tile_n: int) -> float:
     return ends[-1]
 
 
-def _copies_pay(nbytes: int, world: int, device: torch.device) -> bool:
+def _copies_pay(nbytes: int, world: int, device: torch.device, replayed: bool) -> bool:
     """Whether copy engines are to send a shard of `nbytes` to each of the others."""
-    return device.type == "cuda" and torch.version.hip is None and world in COPIED_WORLDS and (world - 1) * nbytes >= COPIED_BYTES
+    wanted = config.checked("copy_engines")
+    if device.type != "cuda" or torch.version.hip is not None or wanted == "never" or (wanted == "graphs" and not replayed):
+        return False
+    return world in COPIED_WORLDS and (world - 1) * nbytes >= COPIED_BYTES
 
 
 def run(

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import torch
+from torch._inductor import config as inductor_config
 from torch._inductor.lowering import empty, lowerings, register_lowering, view
 from torch._inductor.virtualized import V
 
@@ -76,6 +77,7 @@ def _all_gather_matmul(shard, weights, gather_dim, group, *, bias, return_gather
         gather=gather,
         device=device,
         tma=_tma(rows, weights[widest]),
+        replayed=inductor_config.triton.cudagraphs,
     )
     tensors = {"A": rows, "B": weights[widest]}
     if biases[widest] is not None:

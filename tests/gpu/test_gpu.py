@@ -20,6 +20,13 @@ def gpu_ranks(request):
     return request.getfixturevalue(f"gpu_ranks{request.param}")
 
 
+@pytest.fixture
+def two_gpus() -> None:
+    """For tests that start ranks of their own."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+
+
 def _name() -> str:
     return dist.group.WORLD.group_name
 
@@ -199,10 +206,9 @@ def test_compiled_replays(gpu_ranks, mode, sequence):
 
 
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+@pytest.mark.usefixtures("two_gpus")
 def test_compiled_replays_with_copies(mode):
     """Copy engines send, in ranks of their own, which take them from few bytes on."""
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs 2 GPUs")
     for worst, counted in run_ranks(_compiled, 2, mode, torch.bfloat16, True, 100, 2400, device="cuda", timeout=250):
         assert worst < 2e-2
         assert counted == {"all_gather_matmul": 2, "matmul_reduce_scatter": 2}
@@ -260,9 +266,8 @@ def _first_run(rank, world):
     return _compiled(rank, world, "reduce-overhead", torch.float16, True, 20)[0]
 
 
+@pytest.mark.usefixtures("two_gpus")
 def test_reduce_overhead_is_the_first_run_of_a_process():
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs 2 GPUs")
     assert max(run_ranks(_first_run, 2, device="cuda", timeout=250)) < 1e-2
 
 
@@ -324,9 +329,8 @@ def _dies(rank, world, how):
 
 
 @pytest.mark.parametrize("how", ["killed", "slow"])
+@pytest.mark.usefixtures("two_gpus")
 def test_a_rank_that_does_not_come(how):
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs 2 GPUs")
     results = run_ranks(_dies, 2, how, device="cuda", timeout=120, expect_exit=(1,) if how == "killed" else ())
     text, seconds = results[0]
     assert "rank 1" in text and seconds < 6, (text, seconds)

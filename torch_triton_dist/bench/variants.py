@@ -315,7 +315,8 @@ def algorithm(case: Case, world: int, dtype: torch.dtype, device: torch.device) 
     constants = plan.constants
     if plan.kernel == matmul_all_reduce_sliced.NAME:
         kind = "sliced "
+    elif plan.landing:
+        kind = "copied "
     else:
         kind = "packed " if "NUMBERS" in constants else {True: "two-shot ", False: "one-shot ", None: ""}[constants.get("TWO_SHOT")]
-        kind = "copied " if plan.landing else kind
     return kind + "x".join(str(constants[f"BLOCK_{letter}"]) for letter in "MNK")

@@ -18,6 +18,9 @@ The last SENDERS programs send before they multiply: as many as fill the link. T
 program, before it waits for the first time, sees to it that nothing is left to be sent; with several, before it waits for a group that does
 not come soon, that nothing is left of this group and those before.
 
+COPIED: copy engines send the rows (`copies.py` has that protocol); there are no sends, and every program multiplies. Slots and flags lie in
+the landing area, a flag for each part of a shard, and tiles of others go in the order in which parts arrive.
+
 SPLITS > 1: the tiles that do not fill a last round of ROUND are claimed SPLITS times, each time for GROUPS / SPLITS of the groups. Each
 stores its fp32 product into the own scratch [tile][part]; who stores the last part (another count) adds them all, in their order: the same
 bits from run to run.

@@ -90,7 +90,7 @@ def life(rank: int, world: int, captured: bool) -> list:
             runtime._heaps[name, "cpu"].transport.capturing = lambda: True
     heap = runtime._heaps[name, "cpu"]
     areas = [start for _, start in heap._landings]
-    flags = heap.landing().view(torch.int64)[: world * layout.LANDING_PARTS + 1].clone()
+    flags = heap.landing(layout.landing_header(world))[: world * layout.LANDING_PARTS + 1].clone()
     (report,) = (entry for entry in runtime.heap_report() if entry["group"] == name)
     dist.barrier()
     ttd.reset(group)
@@ -151,7 +151,7 @@ def overtaken(rank: int, world: int) -> list:
     gather(rank, 40, 20, name, 0)
     dist.barrier()
     context = runtime._heaps[name, "cpu"].transport.context
-    landing = runtime._heaps[name, "cpu"].landing().view(torch.int64)
+    landing = runtime._heaps[name, "cpu"].landing(layout.landing_header(world))
     told = None
     if rank == 0:
         runtime._heaps[name, "cpu"].transport.tell(0, 1 + 2)  # as the watchdog does when rank 2 has died

@@ -28,6 +28,8 @@ none. A rank that is killed when its matmul has ended, but not its copies, is mi
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -37,6 +39,9 @@ from ..runtime.layout import LANDING_PARTS, WORD, align, landing_header
 from .matmul_tile import copy
 
 SLICE = 1 << 8  # elements at a time, where a kernel copies
+PARTS: tl.constexpr = tl.constexpr(LANDING_PARTS)
+
+_compiled: dict[tuple[torch.device, int, int], Any] = {}  # `enter_launch`, for its constants
 
 
 def landing_bytes(rows: int, k: int, world: int, dtype: torch.dtype) -> int:
@@ -60,7 +65,7 @@ def enter_launch(CTX, LANDING, code, STAMP_WORD: tl.constexpr, KERNEL_ID: tl.con
 
 
 @triton.jit
-def copy_rows(CTX, LANDING, A, first, size, HEADER: tl.constexpr, PARTS: tl.constexpr, WORLD: tl.constexpr, SLICE: tl.constexpr):
+def copy_rows(CTX, LANDING, A, first, size, HEADER: tl.constexpr, WORLD: tl.constexpr, SLICE: tl.constexpr):
     """One program that does what copy engines do, on a CPU. first: elements of A in the first part, size: in all."""
     me = dl.rank(ctx=CTX)
     stamp = tl.load(LANDING + WORLD * PARTS)
@@ -93,14 +98,14 @@ def arrival(row_tile, tiles_m, PEERS: tl.constexpr):
 @triton.jit
 def part_flag(landing, source, tile_m, tiles_m):
     """Pointer to the flag of the part that holds row block `tile_m` of rank `source`."""
-    return landing + source * 2 + (tile_m >= tl.cdiv(tiles_m, 2)).to(tl.int32)
+    return landing + source * PARTS + (tile_m >= tl.cdiv(tiles_m, 2)).to(tl.int32)
 
 
 def landing_area(group: str, nbytes: int) -> torch.Tensor:
     """The landing area of this rank for the launch that has been entered, int64: between `runtime.launch_context` and the launch."""
     from .. import runtime
 
-    return runtime.entered_heap(group).landing()[:nbytes].view(torch.int64)
+    return runtime.entered_heap(group).landing(nbytes)
 
 
 def start(
@@ -116,17 +121,26 @@ def start(
     heap.begin_copies()
     rows, k = shard.shape
     stamp_word, header = heap.world * LANDING_PARTS, landing_header(heap.world)
-    enter_launch[(1,)](context, landing, code, stamp_word, kernel_id)
+    _enter(context, landing, code, stamp_word, kernel_id)
     first = min(triton.cdiv(triton.cdiv(rows, block_m), 2) * block_m, rows) * k
     if shard.device.type == "cpu":
-        copy_rows[(1,)](context, landing, shard, first, shard.numel(), header // WORD, LANDING_PARTS, heap.world, SLICE)
+        copy_rows[(1,)](context, landing, shard, first, shard.numel(), header // WORD, heap.world, SLICE)
         return
-    sent, cut = shard.view(-1).view(torch.uint8), first * shard.itemsize
-    stamp = landing[stamp_word : stamp_word + 1].view(torch.uint8)
-    slot, flag = header + heap.rank * sent.numel(), heap.rank * LANDING_PARTS
+    # Addresses, not tensors: slices and copies of torch take the host longer than all the rest of a launch.
+    begin, end, cut = shard.data_ptr(), shard.nbytes, first * shard.itemsize
+    stamp, slot, flag = landing.data_ptr() + stamp_word * WORD, header + heap.rank * end, heap.rank * LANDING_PARTS
     heap.push(
         [
-            [(part, slot + offset), (stamp, (flag + index) * WORD)]
-            for index, (part, offset) in enumerate(((sent[:cut], 0), (sent[cut:], cut)))
+            [(begin, cut, slot), (stamp, WORD, flag * WORD)],
+            [(begin + cut, end - cut, slot + cut), (stamp, WORD, (flag + 1) * WORD)],
         ]
     )
+
+
+def _enter(context: torch.Tensor, landing: torch.Tensor, code: int, stamp_word: int, kernel_id: int) -> None:
+    """Launches `enter_launch`, which is compiled once: both addresses are multiples of 16 in every launch, and `code` is not looked at."""
+    key, arguments = (context.device, stamp_word, kernel_id), (context, landing, code, stamp_word, kernel_id)
+    if key in _compiled:
+        _compiled[key][(1, 1, 1)](*arguments)
+    else:
+        _compiled[key] = enter_launch[(1,)](*arguments)

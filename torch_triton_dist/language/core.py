@@ -244,25 +244,31 @@ def first_claim(stamp, ctx=None):
     that gets tile 0 tells all peers what this rank has entered (see NOTE [stamps])."""
     first = tl.minimum(tl.atomic_add(ctx + CLAIM, 1, sem="relaxed", scope="gpu"), NO_TILE).to(tl.int32)
     if first == 0:
-        me = tl.load(ctx + RANK)
-        world = tl.load(ctx + WORLD)
-        for peer in range(world):
-            if peer != me:
-                control = tl.load(ctx + HEAPS + world + peer).to(tl.pointer_type(tl.int64))
-                tl.store(control + HEAPS + 2 * world + me, stamp)
+        _tell_entered(stamp, False, ctx)
     return first
+
+
+@triton.jit
+def _tell_entered(stamp, release: tl.constexpr, ctx):
+    """Tells all peers the stamp of the launch that this rank has entered. release: behind all launches before it."""
+    me = tl.load(ctx + RANK)
+    world = tl.load(ctx + WORLD)
+    for peer in range(world):
+        if peer != me:
+            control = tl.load(ctx + HEAPS + world + peer).to(tl.pointer_type(tl.int64))
+            if release:
+                tl.atomic_xchg(control + HEAPS + 2 * world + me, stamp, sem="release", scope="sys")
+            else:
+                tl.store(control + HEAPS + 2 * world + me, stamp)
 
 
 @triton.jit
 def enter(stamp, kernel: tl.constexpr, ctx=None):
     """Tells all peers what this rank enters, and waits until all have entered the same launch: their launches before it have ended, so that
     what those read may be overwritten. For a kernel of its own in front of copies, see kernels/copies.py. Returns a token."""
+    _tell_entered(stamp, True, ctx)
     me = tl.load(ctx + RANK)
     world = tl.load(ctx + WORLD)
-    for peer in range(world):
-        if peer != me:
-            control = tl.load(ctx + HEAPS + world + peer).to(tl.pointer_type(tl.int64))
-            tl.atomic_xchg(control + HEAPS + 2 * world + me, stamp, sem="release", scope="sys")
     token = tl.full((), 0, tl.int64)
     for peer in range(world):
         if peer != me:

@@ -113,10 +113,10 @@ class SymmetricHeap:
             self._set_timeout()
         return self.transport.context
 
-    def landing(self) -> torch.Tensor:
-        """The landing area of this rank, uint8: between `enter` and `leave`."""
+    def landing(self, nbytes: int) -> torch.Tensor:
+        """The first bytes of the landing area of this rank, int64: between `enter` and `leave`."""
         heap, start = self._landings[-1]
-        return heap.own[start : self.total]
+        return heap.own[start : start + nbytes].view(torch.int64)
 
     def begin_copies(self) -> None:
         """Between `enter` and `leave`: copies to landing areas begin."""
@@ -133,12 +133,12 @@ class SymmetricHeap:
             kernel = self.signature.split("(")[0]
             raise self.refuse(f"{kernel} was not launched, because of an error before it, but its copies had begun. {RESET}.")
 
-    def push(self, parts: list[list[tuple[torch.Tensor, int]]]) -> None:
+    def push(self, parts: list[list[tuple[int, int, int]]]) -> None:
         """Between `enter` and `leave`: has the copy engine write `parts`, one after the other, into the landing areas of all peers.
 
-        Each part is a list of copies, made in this order for each peer: bytes (uint8, contiguous), and their offset in the area."""
+        Each part is a list of copies, made in this order for each peer: from which address, how many bytes, to which offset in the area."""
         heap, start = self._landings[-1]
-        self.transport.push(heap, [[(source, start + offset) for source, offset in part] for part in parts])
+        self.transport.push(heap, start, parts)
 
     def leave(self) -> None:
         """Everything after a launch; raises its error where it is known by now."""

@@ -9,6 +9,7 @@ inside the warm-up of a CUDA graph, whose memory pool then holds a tensor it doe
 from __future__ import annotations
 
 import ctypes
+import functools
 import threading
 import time
 from collections.abc import Callable
@@ -69,6 +70,14 @@ def _pinned(count: int) -> tuple[torch.Tensor, Any]:
     """Page-locked int64 words, zero, and a view for quick access from the host. Device code uses the same address (UVA)."""
     memory = torch.zeros(count, dtype=torch.int64, device="cpu", pin_memory=True)
     return memory, (ctypes.c_int64 * count).from_address(memory.data_ptr())
+
+
+@functools.cache
+def _memcpy() -> Any:
+    """cuMemcpyAsync(to address, from address, bytes, stream handle); returns a CUresult."""
+    function = ctypes.CDLL("libcuda.so.1").cuMemcpyAsync
+    function.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p]
+    return function
 
 
 class P2PTransport:
@@ -223,18 +232,22 @@ class P2PTransport:
                 stream.wait_stream(last)
         _last_streams[self.device.index], _last_handles[self.device.index] = stream, raw
 
-    def push(self, heap: P2PHeap, parts: list[list[tuple[torch.Tensor, int]]]) -> None:
-        """Copies bytes to an offset in the heaps of all peers, on a stream of its own behind the current one: `SymmetricHeap.push`.
+    def push(self, heap: P2PHeap, start: int, parts: list[list[tuple[int, int, int]]]) -> None:
+        """Copies (address, bytes, offset behind `start`) to the heaps of all peers, on a stream of its own behind the current one:
+        `SymmetricHeap.push`.
 
-        Every rank begins with the rank before it, so that at any time each receives from one."""
+        Every rank begins with the rank before it, so that at any time each receives from one. The driver is called directly: a copy takes
+        the host 3 us, through torch 22 us."""
         world, rank = self._board.world, self._board.rank
         self._copies.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._copies):
-            for part in parts:
-                for i in range(1, world):
-                    target = heap.views[(rank + world - i) % world]
-                    for source, offset in part:
-                        target[offset : offset + source.numel()].copy_(source, non_blocking=True)
+        for part in parts:
+            for i in range(1, world):
+                target = heap.bases[(rank + world - i) % world] + start
+                for source, nbytes, offset in part:
+                    status = _memcpy()(target + offset, source, nbytes, self._copies.cuda_stream) if nbytes > 0 else 0
+                    if status != 0:
+                        where = f"rank {rank} of group {self._board.group!r}"
+                        raise RuntimeError(f"{where}: copying {nbytes} bytes to a peer: cuMemcpyAsync returned {status}")
 
     def join(self) -> None:
         """Has the current stream wait for the copies of `push`."""

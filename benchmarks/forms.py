@@ -1,15 +1,15 @@
 """Every form of an op at one size beside the others: which one pays where, for the limits in kernels/matmul_all_reduce.py and
-kernels/all_gather_matmul.py.
+kernels/all_gather_matmul.py, and the model in kernels/forecast.py.
 
     torchrun --standalone --nproc-per-node 4 benchmarks/forms.py all_reduce --rows 17 32 64 128 256 --depth 2048 --columns 8192
     torchrun --standalone --nproc-per-node 4 benchmarks/forms.py all_gather --rows 4096 8192 --depth 8192 --columns 2048 7168
 
 GEMM + all-reduce: one-shot, two-shot, sliced (with 0, 1 or 2 of its hops in packed words), packed (up to 16 rows), and what `plan` chooses;
 beside them cuBLAS alone, and followed by `two_shot_all_reduce_` and `one_shot_all_reduce` of torch's symmetric memory. All-gather + GEMM:
-rows sent by programs, by copy engines, and as `plan` chooses; beside them cuBLAS alone, behind NCCL, and async TP. bf16. As in
-`python -m torch_triton_dist bench`: each is a CUDA graph of several calls on other inputs, replayed in turns with a cold cache; printed are
-microseconds a call, median of the replays, the slowest rank. Every form is compared with fp32 first. Without GPUs it runs on the CPU: to
-see that it works.
+rows sent by programs, by copy engines, and as `plan` chooses; up to 2048 rows, tiles of 128 columns (n) or 256 (w), the last ones in 1, 2
+or 4 parts of K. Beside them cuBLAS alone, behind NCCL, and async TP. bf16. As in `python -m torch_triton_dist bench`: each is a CUDA
+graph of several calls on other inputs, replayed in turns with a cold cache; printed are microseconds a call, median of the replays, the
+slowest rank. Every form is compared with fp32 first. Without GPUs it runs on the CPU: to see that it works.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from torch_triton_dist.bench import variants
 from torch_triton_dist.bench.cases import AG, AR, Case
 from torch_triton_dist.bench.measure import LIMITS, Machine, Runner, change_inputs, make_setup, on_gpu, references, slowest_rank, time_all
 from torch_triton_dist.kernels import all_gather_matmul, matmul_all_reduce
+from torch_triton_dist.kernels.tiles import choose_tile, fitting, wide_tile
 
 FORMS = {
     AR: {
@@ -44,6 +45,16 @@ PARTS = {
 }
 
 
+def forms_of(case: Case, world: int) -> dict[str, dict]:
+    """Arguments of `run` by name of the form."""
+    if case.op == AG and 256 < case.m <= all_gather_matmul.GROUPED_ROWS:
+        tile = choose_tile(case.m, case.m // world, case.n, case.k, torch.bfloat16, "cuda", wide=64)
+        tiles = {"n": fitting(tile._replace(n=128, num_stages=4), 2), "w": wide_tile(case.k)}
+        forms = {f"{name}{parts}": {"tile": tile, "splits": parts} for name, tile in tiles.items() for parts in (1, 2, 4)}
+        return forms | {"chosen": {}}
+    return {name: forced for name, forced in FORMS[case.op].items() if name != "packed" or case.m <= matmul_all_reduce.SMALL_ROWS}
+
+
 def form(setup: variants.Setup, forced: dict) -> variants.Call:
     x, weight, group, world = setup.x, setup.weight, setup.group, setup.world
     if setup.case.op == AR:
@@ -57,16 +68,19 @@ def measure(case: Case, machine: Machine, replays: int) -> dict[str, float]:
     runners: dict[str, Runner] = {}
     for name, build in PARTS[case.op].items() if on_gpu(machine.device) else ():
         runners[name] = Runner(setup, build(setup))
-    for name, forced in FORMS[case.op].items():
-        if name != "packed" or case.m <= matmul_all_reduce.SMALL_ROWS:
-            runners[name] = Runner(setup, form(setup, forced))
-    for runner in runners.values():  # all, before the first is captured: the heap grows only outside of graphs
-        runner.warm_up()
+    forms = forms_of(case, machine.world)
+    for name, forced in forms.items():
+        runners[name] = Runner(setup, form(setup, forced))
+    for name, runner in list(runners.items()):  # all, before the first is captured: the heap grows only outside of graphs
+        try:
+            runner.warm_up()
+        except ValueError:  # so many parts do not fit, on all ranks alike
+            del runners[name]
     for runner in runners.values():
         runner.capture()
     change_inputs(setup, 1)
     exact = references(setup, "peer")
-    for name in [name for name in runners if name in FORMS[case.op]]:
+    for name in [name for name in runners if name in forms]:
         runners[name].poison()
         dist.barrier()
         runners[name].run()
@@ -87,12 +101,14 @@ def main() -> None:
     group = utils.initialize_distributed()
     machine = Machine(utils.device(), group.group_name)
     op = AR if options.op == "all_reduce" else AG
-    names = [*PARTS[op], *FORMS[op]]
-    if dist.get_rank() == 0:
-        print("M      KxN         " + "".join(f"{name:>11}" for name in names) + "  chosen")
+    header: list[str] = []
     for n, k, m in itertools.product(options.columns, options.depth, options.rows):
         case = Case(op, m, k, n)
         found = measure(case, machine, options.replays)
+        names = [*PARTS[op], *forms_of(case, machine.world)]
+        if dist.get_rank() == 0 and names != header:
+            header = names
+            print("M      KxN         " + "".join(f"{name:>11}" for name in names) + "  chosen")
         if dist.get_rank() == 0:
             text = "".join(f"{found[name]:11.1f}" if name in found else "          -" for name in names)
             chosen = variants.algorithm(case, machine.world, torch.bfloat16, machine.device)

@@ -16,7 +16,7 @@ from torch_triton_dist import config
         ("timeout_s", 600, " 30 ", 30),
         ("on_timeout", "raise", "abort", "abort"),
         ("num_programs", 0, "4", 4),
-        ("copy_engines", "graphs", "never", "never"),
+        ("copy_engines", "auto", "never", "never"),
     ],
 )
 def test_environment(monkeypatch, name, default, text, value):

@@ -42,7 +42,7 @@ place.
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Sequence
 
 import torch
 
@@ -50,6 +50,7 @@ from .. import config
 from ..runtime.layout import WORD, landing_header
 from . import all_gather_matmul_small
 from .copies import landing_bytes
+from .forecast import copied_us, grouped_us
 from .template import Plan, align, cdiv, constants_of, grid_programs, launch
 from .tiles import PROCESSORS, TMA_ROWS, Tile, choose_tile, fitting, pieces_of, power_of_two, tma_form_of, wide_tile, wide_tile_pays
 
@@ -65,16 +66,14 @@ GROUPS = 4  # of columns that are sent one after the other and waited for inside
 GROUPED_ROWS = 2048  # global rows up to which it does
 GROUP_DEPTH = 512  # columns of a group, at least
 ROUND = PROCESSORS - SENDERS  # tiles that are multiplied at the same time, then
-WIDE = 1.6  # time of a tile of 128 x 256 in that of one of 128 x 128: measured, as the next
-ADDING = 0.35  # time of adding up the parts of a tile, in that of the whole one
 LOOKS = 64  # looks at a flag before a program that should multiply helps to send
 STEP = 1 << 14  # elements that a program loads, then stores, when it sends
 SCRATCH = 96 * 128 * 256  # elements of all parts of tiles, at most
 # From so many bytes that a rank sends on, copy engines do it: to enter, and to begin behind that, takes some 15 us. Where it was measured.
 COPIED_BYTES = 16 << 20
-COPIED_WORLDS = (2,)
-LINK = 375e3  # bytes that a copy engine brings in a microsecond
-STEP_US = 0.43  # for 64 columns of K in a tile of 128 x 128
+COPIED_WORLDS = (2, 4)
+# The same outside of CUDA graphs. There a launch with copies takes the host 0.1 ms longer: the GPU has to be busy for that time, too.
+LAUNCHED_BYTES = 64 << 20
 
 SOURCE = r"""
 {{def_kernel(*INPUTS)}}
@@ -122,8 +121,8 @@ SOURCE = r"""
             tile = claim
             if claim > whole:
                 tile = whole + (claim - whole) // SPLITS
-            # Tiles of others in the order in which rows arrive: the first row block of every peer, then the second.
             row_tile, tile_n = swizzle(tile - part * tiles, tiles_m + part * (WORLD - 2) * tiles_m, tiles_n, GROUP_M)
+            # Tiles of others go in the order in which their rows arrive.
 {% if COPIED %}
             source = me
             tile_m = row_tile
@@ -265,28 +264,25 @@ def keeps_gathered(widths: list[int], return_gathered: bool) -> bool:
     return return_gathered or len(widths) > 1 or max(widths) == 0
 
 
-def _last_round(tiles: int, splits: int) -> float:
-    """Time of the tiles that do not fill a round, in that of a whole tile, if they are multiplied in `splits` parts."""
-    return cdiv(tiles % ROUND * splits, PROCESSORS) / splits + (ADDING if splits > 1 else 0)
+def _tile_and_splits(rows: int, n: int, k: int, world: int, groups: int, tiles: Sequence[Tile], splits: int | None) -> tuple[Tile, int]:
+    """One of `tiles`, and in how many parts of K the last ones are multiplied (`splits`, if that is given): what ends first by
+    `forecast.py`, parts if they save 2 %. Wide tiles stay whole if they are the only round: at 1024 rows, parts took 107 us where narrow
+    tiles take 84 us."""
 
+    def time_us(one: tuple[Tile, int]) -> float:
+        tile, parts = one
+        return grouped_us(rows, n, k, world, tile.n, groups, parts, SENDERS) * (1.02 if parts > 1 else 1)
 
-def _splits(tiles: int, tile: Tile, groups: int) -> int:
-    """Parts of the depth of the tiles of the last round, with which it ends soonest; the fewest of those. Wide tiles stay whole if that is
-    the only round: their last parts would wait for the last columns, and to add them takes longer than it saves."""
-    possible = [1]
-    if tile.n <= 128 or tiles >= ROUND:
-        possible += [splits for splits in (2, 4) if groups % splits == 0 and _fits(tiles, tile, splits)]
-    return min(possible, key=lambda splits: _last_round(tiles, splits))
-
-
-def _fits(tiles: int, tile: Tile, splits: int) -> bool:
-    return tiles % ROUND * splits * tile.m * tile.n <= SCRATCH
-
-
-def _cost(rows: int, n: int, world: int, tile: Tile, groups: int) -> float:
-    """Time of the products with this tile, in that of one of 128 x 128."""
-    tiles = world * cdiv(rows, tile.m) * cdiv(n, tile.n)
-    return (tiles // ROUND + _last_round(tiles, _splits(tiles, tile, groups))) * (WIDE if tile.n > 128 else 1)
+    possible = []
+    for tile in tiles:
+        count = world * cdiv(rows, tile.m) * cdiv(n, tile.n)
+        parts_pay = tile.m == 128 and (tile.n <= 128 or count >= ROUND)
+        for parts in ((1, 2, 4) if parts_pay else (1,)) if splits is None else (splits,):
+            if parts == 1 or (groups % parts == 0 and count % ROUND * parts * tile.m * tile.n <= SCRATCH):
+                possible.append((tile, parts))
+    if not possible:
+        raise ValueError(f"{NAME}: the last of {count} tiles of {tile.m} x {tile.n} are not to be multiplied in {splits} parts")
+    return min(possible, key=time_us)
 
 
 def plan(
@@ -330,22 +326,25 @@ def plan(
         raise ValueError(f"{NAME}: copy engines send whole rows, not {groups} groups of columns")
     if tile is None:
         tile = choose_tile(world * rows, rows, n, k, dtype, device.type, wide=64)
+        possible = [tile]
         if tile.m == 128 and dtype.itemsize == 2:
             narrow = fitting(tile._replace(n=min(tile.n, 128), num_stages=4), 2)
             if groups > 1:
-                possible = (narrow, wide_tile(k)) if splits in (None, 1) else (narrow,)
-                tile = min(possible, key=lambda one: _cost(rows, n, world, one, groups))
+                possible = [narrow, wide_tile(k)]
             elif copied:
-                tile = min((wide_tile(k), narrow), key=lambda one: _copied_us(rows, n, k, world, one.n))
+                tile = min((wide_tile(k), narrow), key=lambda one: copied_us(rows, n, k, world, one.n))
             elif wide_tile_pays(world * rows, n):
                 tile = wide_tile(k)
+    else:
+        possible = [tile]
+    if groups > 1:
+        tile, splits = _tile_and_splits(rows, n, k, world, groups, possible, splits)
+    elif splits not in (None, 1):
+        raise ValueError(f"{NAME}: the depth is not in groups, and not to be multiplied in {splits} parts")
+    splits = splits or 1
     tma = tma if tile.m >= TMA_ROWS else ""
     tiles_m, tiles_n = cdiv(rows, tile.m), cdiv(n, tile.n)
     tiles = world * tiles_m * tiles_n
-    if splits is None:
-        splits = _splits(tiles, tile, groups)
-    if splits > 1 and (groups % splits or not _fits(tiles, tile, splits)):
-        raise ValueError(f"{NAME}: the last of {tiles} tiles of {tile.m} x {tile.n} are not to be multiplied in {splits} parts")
     claims = tiles + tiles % ROUND * (splits - 1)
     programs = grid_programs(claims + (SENDERS if groups > 1 else 0), device.type, device.index)
     # Chunks of 64 KiB or more for each peer, as far as that leaves one for every program.
@@ -393,29 +392,13 @@ def plan(
     )
 
 
-@functools.cache
-def _copied_us(rows: int, n: int, k: int, world: int, tile_n: int) -> float:
-    """Time until all tiles of 128 rows of 16-bit numbers are multiplied, in the order in which copy engines bring the rows, us: tile i is
-    begun when tile i - PROCESSORS has ended and its rows are there."""
-    tile_us = STEP_US * k / 64 * (WIDE if tile_n > 128 else 1)
-    blocks, columns = cdiv(rows, 128), cdiv(n, tile_n)
-    first = cdiv(blocks, 2)
-    ends = [0.0] * PROCESSORS
-    arrival = 0.0
-    for index, count in enumerate((blocks, *([first] * (world - 1)), *([blocks - first] * (world - 1)))):
-        if index > 0:  # not the own rows
-            arrival += count * 128 * k * 2 / LINK
-        for _ in range(count * columns):
-            ends.append(max(ends[-PROCESSORS], arrival) + tile_us)
-    return ends[-1]
-
-
 def _copies_pay(nbytes: int, world: int, device: torch.device, replayed: bool) -> bool:
     """Whether copy engines are to send a shard of `nbytes` to each of the others."""
     wanted = config.checked("copy_engines")
-    if device.type != "cuda" or torch.version.hip is not None or wanted == "never" or (wanted == "graphs" and not replayed):
+    if device.type != "cuda" or torch.version.hip is not None or wanted == "never":
         return False
-    return world in COPIED_WORLDS and (world - 1) * nbytes >= COPIED_BYTES
+    least = COPIED_BYTES if replayed or wanted == "always" else LAUNCHED_BYTES
+    return world in COPIED_WORLDS and (world - 1) * nbytes >= least
 
 
 def run(

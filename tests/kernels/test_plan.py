@@ -270,6 +270,42 @@ def test_tiles_and_parts_of_groups():
     assert (chosen(2048, 8192, 2560), chosen(2048, 8192, 2560, 2)) == ((128, 1), (256, 2))  # 171, 175 us; 167, 151 us
 
 
+def test_when_products_are_staged():
+    """Where programs have several wide tiles; on two ranks not in many rounds."""
+
+    def staged(m, n, world):
+        form = {"inner": m // world, "reduce_op": "sum", "bias_dims": 0, "device": DEVICES[1]}
+        return {bool(mm_rs.plan(m, n, k, world, torch.bfloat16, **form).constants["SLICE"]) for k in (2048, 7168)}
+
+    assert staged(4096, 8192, 4) == staged(8192, 8192, 4) == staged(4096, 8192, 2) == {True}
+    assert staged(8192, 8192, 2) == staged(512, 8192, 4) == {False}
+
+
+def test_tiles_that_the_model_does_not_know():
+    """Those of 64 rows stay whole; with very many, no time is spent on the last round."""
+
+    def chosen(rows, n, world, **form):
+        plan = ag_mm.plan(rows, n, 8192, world, torch.bfloat16, inner=rows, has_bias=False, gather=False, device=DEVICES[1], **form)
+        return plan.constants["BLOCK_M"], plan.constants["BLOCK_N"], plan.constants["SPLITS"]
+
+    with mock.patch.object(ag_mm, "copied_us", side_effect=AssertionError), mock.patch.object(ag_mm, "grouped_us", return_value=1.0):
+        assert chosen(64, 1024, 8) == (64, 64, 1)
+        assert chosen(512, 1 << 20, 4) == (128, 256, 1)
+        assert chosen(8192, 1 << 17, 2, copied=True) == (128, 256, 1)
+
+
+def test_forecast_of_parts():
+    """Three programs, two tiles of the own rows and two of the peer's, the last in two parts: to those that had the own rows."""
+    tile_us, sent_us = 0.44 * 8192 / 64, 128 * 8192 * 2 / 350e3
+    with mock.patch.object(forecast, "PROCESSORS", 3):
+        problem = (128, 256, 8192, 2, 128, 4)
+        whole, parts = (forecast.grouped_us.__wrapped__(*problem, splits, 0) for splits in (1, 2))
+        sends = forecast.grouped_us.__wrapped__(128, 128, 8192, 2, 128, 4, 1, 2)
+    assert whole == pytest.approx(5 + 2 * tile_us)
+    assert parts == pytest.approx(5 + 1.5 * tile_us + 2.6 + 2 * 1.2)
+    assert sends == pytest.approx(5 + 10.7 + sent_us + tile_us)  # two of three programs send before they multiply
+
+
 def test_forecast_of_a_small_problem():
     """The example of the module: two tiles of the peer wait for its rows, which have come after 14 and 3 us."""
     tile_us = 0.44 * 4096 / 64

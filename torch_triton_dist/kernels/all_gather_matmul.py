@@ -50,7 +50,7 @@ from .. import config
 from ..runtime.layout import WORD, landing_header
 from . import all_gather_matmul_small
 from .copies import landing_bytes
-from .forecast import copied_us, grouped_us
+from .forecast import MANY, copied_us, grouped_us
 from .template import Plan, align, cdiv, constants_of, grid_programs, launch
 from .tiles import PROCESSORS, TMA_ROWS, Tile, choose_tile, fitting, pieces_of, power_of_two, tma_form_of, wide_tile, wide_tile_pays
 
@@ -267,7 +267,7 @@ def keeps_gathered(widths: list[int], return_gathered: bool) -> bool:
 def _tile_and_splits(rows: int, n: int, k: int, world: int, groups: int, tiles: Sequence[Tile], splits: int | None) -> tuple[Tile, int]:
     """One of `tiles`, and in how many parts of K the last ones are multiplied (`splits`, if that is given): what ends first by
     `forecast.py`, parts if they save 2 %. Wide tiles stay whole if they are the only round: at 1024 rows, parts took 107 us where narrow
-    tiles take 84 us."""
+    tiles take 84 us. So do tiles of fewer than 128 rows (groups of more than four ranks), of which nothing was measured."""
 
     def time_us(one: tuple[Tile, int]) -> float:
         tile, parts = one
@@ -276,7 +276,7 @@ def _tile_and_splits(rows: int, n: int, k: int, world: int, groups: int, tiles: 
     possible = []
     for tile in tiles:
         count = world * cdiv(rows, tile.m) * cdiv(n, tile.n)
-        parts_pay = tile.m == 128 and (tile.n <= 128 or count >= ROUND)
+        parts_pay = tile.m == 128 and (tile.n <= 128 or count >= ROUND) and count <= MANY
         for parts in ((1, 2, 4) if parts_pay else (1,)) if splits is None else (splits,):
             if parts == 1 or (groups % parts == 0 and count % ROUND * parts * tile.m * tile.n <= SCRATCH):
                 possible.append((tile, parts))
@@ -322,6 +322,8 @@ def plan(
         groups = GROUPS if few and k >= GROUPS * GROUP_DEPTH and not copied else 1
     if copied is None:
         copied = groups == 1 and _copies_pay(rows * k * dtype.itemsize, world, device, replayed)
+    if copied and device.type == "cuda" and torch.version.hip is not None:
+        raise ValueError(f"{NAME}: copy engines are driven through CUDA only")
     if copied and groups > 1:
         raise ValueError(f"{NAME}: copy engines send whole rows, not {groups} groups of columns")
     if tile is None:
@@ -329,10 +331,11 @@ def plan(
         possible = [tile]
         if tile.m == 128 and dtype.itemsize == 2:
             narrow = fitting(tile._replace(n=min(tile.n, 128), num_stages=4), 2)
+            many = world * cdiv(rows, 128) * cdiv(n, 128) > MANY
             if groups > 1:
-                possible = [narrow, wide_tile(k)]
+                possible = [wide_tile(k)] if many else [narrow, wide_tile(k)]
             elif copied:
-                tile = min((wide_tile(k), narrow), key=lambda one: copied_us(rows, n, k, world, one.n))
+                tile = wide_tile(k) if many else min((wide_tile(k), narrow), key=lambda one: copied_us(rows, n, k, world, one.n))
             elif wide_tile_pays(world * rows, n):
                 tile = wide_tile(k)
     else:

@@ -41,7 +41,7 @@ from .matmul_tile import copy
 SLICE = 1 << 8  # elements at a time, where a kernel copies
 PARTS: tl.constexpr = tl.constexpr(LANDING_PARTS)
 
-_compiled: dict[tuple[torch.device, int, int], Any] = {}  # `enter_launch`, for its constants
+_compiled: dict[tuple[int, torch.device, int, int], Any] = {}  # `enter_launch`, where it is loaded and for its constants
 
 
 def landing_bytes(rows: int, k: int, world: int, dtype: torch.dtype) -> int:
@@ -117,6 +117,8 @@ def start(
     kernel_id, code: of the matmul, for its stamps and errors."""
     from .. import runtime
 
+    if not shard.is_contiguous():
+        raise ValueError(f"all_gather_matmul: copy engines send rows that follow each other, not those of strides {shard.stride()}")
     heap = runtime.entered_heap(group)
     heap.begin_copies()
     rows, k = shard.shape
@@ -139,7 +141,8 @@ def start(
 
 def _enter(context: torch.Tensor, landing: torch.Tensor, code: int, stamp_word: int, kernel_id: int) -> None:
     """Launches `enter_launch`, which is compiled once: both addresses are multiples of 16 in every launch, and `code` is not looked at."""
-    key, arguments = (context.device, stamp_word, kernel_id), (context, landing, code, stamp_word, kernel_id)
+    arguments = (context, landing, code, stamp_word, kernel_id)
+    key = (triton.runtime.driver.active.get_current_device(), context.device, stamp_word, kernel_id)
     if key in _compiled:
         _compiled[key][(1, 1, 1)](*arguments)
     else:

@@ -3,7 +3,8 @@
 
 As in the kernel, a program that is free takes the next claim, and multiplies what has come. The constants were fitted to 85 times of 23
 problems on H200 (512 to 2048 rows, K of 4096 to 8192, 1024 to 7168 columns; four ranks, one problem on two); the model is 4.4 % off (root
-mean square). `plan` then takes forms that are 0.9 % slower than the fastest that was measured, on average, and 7 % at most.
+mean square). For the 22 of which several forms were measured `plan` takes one that is 0.9 % slower than the fastest, on average, and 7 % at
+most.
 `benchmarks/forms.py all_gather` measures them.
 
 Example: world=2, shards of 128 rows, 256 columns, tiles of 128 columns, K of 4096, in one group: a tile takes 28 us. Two programs begin at
@@ -27,6 +28,7 @@ LINK = 350e3  # bytes that come in a microsecond, sent by programs
 ENGINE_LINK = 375e3  # the same, sent by copy engines
 STORE_US = 2.6  # storing a part of a tile
 ADD_US = 1.2  # adding it
+MANY = 64 * PROCESSORS  # tiles of 128 x 128 from which on the last round does not matter, and a model takes long: wide ones
 
 
 def _tile_us(k: int, tile_n: int) -> float:

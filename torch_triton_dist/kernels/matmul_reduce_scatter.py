@@ -210,8 +210,10 @@ def plan(
         tma = ""
     tiles = cdiv(rows, tile.m) * cdiv(n, tile.n)
     if staged is None:
-        # In many rounds the programs get out of step, and nobody waits for the link then.
-        staged = tile.n == 256 and PROCESSORS < world * tiles <= 8 * PROCESSORS
+        # Two ranks send every other product, and in many rounds the programs get out of step: nobody waits for the link then. With more
+        # ranks that holds for a large depth alone, which ranks need not have in common.
+        in_step = world > 2 or world * tiles <= 8 * PROCESSORS
+        staged = tile.n == 256 and world * tiles > PROCESSORS and in_step
     # A round for each tile of a processor, or for two when products are staged, keeps the link busy from start to end; large problems have
     # time enough to send, and lose less cache to a single round.
     share = share_of_round(tiles, world, PROCESSORS * (1 + staged) if world * tiles <= 8 * PROCESSORS else world * tiles)

@@ -7,16 +7,16 @@ import platform
 from dataclasses import dataclass
 from pathlib import Path
 
-# Names in /proc/cpuinfo -> names of LLVM's features, where they differ. Only what code generation profits from.
+# Names in /proc/cpuinfo -> names of LLVM's features, where they differ. Only what code generation profits from, and not arithmetic in half
+# precision (avx512_fp16, fphp): LLVM would fuse a multiplication and an addition there, and the result depend on the processor.
 _X86 = {
     "sse3": "sse3", "pni": "sse3", "ssse3": "ssse3", "sse4_1": "sse4.1", "sse4_2": "sse4.2", "popcnt": "popcnt", "cx16": "cx16",
     "avx": "avx", "avx2": "avx2", "fma": "fma", "f16c": "f16c", "bmi1": "bmi", "bmi2": "bmi2", "abm": "lzcnt", "movbe": "movbe",
     "avx512f": "avx512f", "avx512bw": "avx512bw", "avx512vl": "avx512vl", "avx512dq": "avx512dq", "avx512cd": "avx512cd",
-    "avx512_vnni": "avx512vnni", "avx512_bf16": "avx512bf16", "avx512_fp16": "avx512fp16", "avx512ifma": "avx512ifma",
-    "avx512vbmi": "avx512vbmi", "avx512_vbmi2": "avx512vbmi2", "amx_tile": "amx-tile", "amx_bf16": "amx-bf16",
-    "amx_int8": "amx-int8",
+    "avx512_vnni": "avx512vnni", "avx512_bf16": "avx512bf16", "avx512ifma": "avx512ifma", "avx512vbmi": "avx512vbmi",
+    "avx512_vbmi2": "avx512vbmi2", "amx_tile": "amx-tile", "amx_bf16": "amx-bf16", "amx_int8": "amx-int8",
 }  # fmt: skip
-_ARM = {"asimd": "neon", "fphp": "fullfp16", "bf16": "bf16", "asimddp": "dotprod", "atomics": "lse", "i8mm": "i8mm"}
+_ARM = {"asimd": "neon", "bf16": "bf16", "asimddp": "dotprod", "atomics": "lse", "i8mm": "i8mm"}
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,5 @@
-"""Matrix products: a register-blocked function for each shape, on operands packed as rows of the accumulator's type."""
+"""Matrix products: a register-blocked function for each shape, on operands packed as rows of the accumulator's type; or one for the
+processor's matrix unit (emit_amx.py)."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
+from . import emit_amx
 from .builder import Lane, constant
 from .emit import FunctionEmitter, Index, ModuleEmitter, Value, handles, llvm_type, size_of
 from .emit_elementwise import convert, widen
@@ -236,37 +238,55 @@ def _ahead(cut: Blocking, unroll: int) -> tuple[list[str], list[str], int]:
 
 
 def product(e: FunctionEmitter, op: Op, a: Value, b: Value, accumulator: str) -> None:
-    """Bind ``acc + a @ b``. Operands are converted to the accumulator's type once; the accumulator is updated in place where
-    nothing else needs it."""
+    """Bind ``acc + a @ b``. The accumulator is updated in place where nothing else needs it."""
     kind, acc = op.outs[0], e.env[accumulator]
     work = kind.elem if kind.elem in ("f64", "i32") else "f32"
     *batch, m, k = a.type.dims
     n = b.type.dims[-1]
-    items, ty = (batch[0] if batch else 1), llvm_type(work)
-    cut = blocking(e.module.target, m, n, k, ty)
-    next_a, next_b = (_coming(e, operand) if cut.panels else None for operand in (a, b))
-    cut = replace(cut, ahead=(next_a[0] if next_a else 0, next_b[0] if next_b else 0))
-    left = _rows(e, a, work)
-    right = _panels(e, b, work, cut, items) if cut.panels else _rows(e, b, work)
     if acc.type.elem == work and e.may_overwrite(accumulator, acc):
         target = acc
     else:
         target = e.buffer(kind.with_elem(work))
         e.fill(target, Value(target.type, at=lambda index: convert(e.b, e.element(acc, index), kind.elem, work)))
     assert target.buf is not None
-    function = _kernel(e.module, cut)
-    for item in range(items):
-        places = []
-        for buf, elements in ((left, m * k), (right, cut.packed), (target.buf, m * n)):
-            places.append(f"ptr {e.b.addptr(Lane('ptr', buf), constant('i64', item * elements), cut.size).s}")
-        for each in (next_a, next_b):
-            places += [f"ptr {each[1].s}", f"i64 {each[2].s}"] if each else ["ptr null", "i64 0"]
-        e.b.emit(f"call void {function}({', '.join(places)})")
+    tiles = emit_amx.applies(e.module.target, a.type.elem, b.type.elem, work, m, n, k)
+    (_by_tiles if tiles else _by_rows)(e, a, b, work, target.buf, batch[0] if batch else 1)
     if work == kind.elem:
         e.bind(op, e.over(kind, target.buf, owner=e.scope))
     else:
         result = target
         e.bind(op, e.compute(kind, lambda index: convert(e.b, e.element(result, index), work, kind.elem)))
+
+
+def _by_rows(e: FunctionEmitter, a: Value, b: Value, work: str, result: str, items: int) -> None:
+    """Adds the products to the array ``result``, operands converted to its type once."""
+    m, k, n = *a.type.dims[-2:], b.type.dims[-1]
+    cut = blocking(e.module.target, m, n, k, llvm_type(work))
+    next_a, next_b = (_coming(e, operand) if cut.panels else None for operand in (a, b))
+    cut = replace(cut, ahead=(next_a[0] if next_a else 0, next_b[0] if next_b else 0))
+    left = _rows(e, a, work)
+    right = _panels(e, b, work, cut, items) if cut.panels else _rows(e, b, work)
+    function = _kernel(e.module, cut)
+    for item in range(items):
+        places = [_place(e, buf, item * elements, cut.size) for buf, elements in ((left, m * k), (right, cut.packed), (result, m * n))]
+        for each in (next_a, next_b):
+            places += [f"ptr {each[1].s}", f"i64 {each[2].s}"] if each else ["ptr null", "i64 0"]
+        e.b.emit(f"call void {function}({', '.join(places)})")
+
+
+def _by_tiles(e: FunctionEmitter, a: Value, b: Value, work: str, result: str, items: int) -> None:
+    """The same with the processor's matrix unit, operands in bf16."""
+    m, k, n = *a.type.dims[-2:], b.type.dims[-1]
+    left, right = _rows(e, a, "bf16"), emit_amx.pairs(e, b, items, n, k)
+    function = emit_amx.kernel(e.module, m, n, k)
+    for item in range(items):
+        parts = ((left, m * k, 2), (right, k * n, 2), (result, m * n, 4))
+        places = [_place(e, buf, item * elements, size) for buf, elements, size in parts]
+        e.b.emit(f"call void {function}({', '.join(places)})")
+
+
+def _place(e: FunctionEmitter, buf: str, element: int, size: int) -> str:
+    return f"ptr {e.b.addptr(Lane('ptr', buf), constant('i64', element), size).s}"
 
 
 def _coming(e: FunctionEmitter, operand: Value) -> tuple[int, Lane, Lane] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import platform
 from dataclasses import dataclass
@@ -41,12 +42,20 @@ def _flags() -> set[str]:
     return next((set(line.partition(":")[2].split()) for line in lines if line.startswith(("flags", "Features"))), set())
 
 
+def _tile_registers() -> bool:
+    """Asks Linux for the registers of AMX, which a process has to before it uses them: arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA).
+    Its threads and children have them, too."""
+    return ctypes.CDLL(None).syscall(158, 0x1023, 18) == 0
+
+
 @functools.cache
 def host() -> Target:
     """The processor of this machine. Raises RuntimeError on an architecture that is not supported."""
     machine, flags = platform.machine(), _flags()
     if machine in ("x86_64", "AMD64"):
         found = [name for flag, name in _X86.items() if flag in flags]
+        if "amx-tile" in found and not _tile_registers():
+            found = [name for name in found if not name.startswith("amx")]
         wide = "avx512f" in found and "avx512bw" in found and "avx512vl" in found and "avx512dq" in found
         if not wide:
             found = [name for name in found if not name.startswith("avx512")]

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tests.numerics.common import check_accuracy, errors, gather_all, in_layout, numbers, world_group
-from tests.ranks import RankPool
+from tests.ranks import RankPool, run_ranks
 from torch_triton_dist import config
 from torch_triton_dist.kernels import all_gather_matmul as ag_mm
 from torch_triton_dist.kernels import matmul_all_reduce as mm_ar
@@ -300,6 +300,36 @@ def test_columns_may_differ(ranks2, ranks4, widths):
     check_accuracy(
         (ranks2 if len(widths) == 2 else ranks4).run(uneven_columns, widths, torch.bfloat16), torch.bfloat16, str(widths)
     )
+
+
+def compiled_uneven_columns(rank: int, world: int) -> list:
+    """In compiled code a rank has columns and the other none; then none has any. With a bias and an epilogue."""
+    import torch._dynamo
+    import torch.distributed._functional_collectives as funcol
+    from torch._dynamo.utils import counters
+
+    import torch_triton_dist as ttd
+    from torch_triton_dist import config
+
+    def model(x, weight, bias):
+        return torch.relu(torch.addmm(bias, funcol.all_gather_tensor(x, 0, world_group()), weight) + 1)
+
+    answers = []
+    for widths in ((5, 0), (0, 0)):
+        torch._dynamo.reset()
+        counters.clear()
+        x, weight = numbers(rank, 6, 16, dtype=torch.float32, seed=1), numbers(rank, 16, widths[rank], dtype=torch.float32, seed=2)
+        bias = numbers(rank, widths[rank], dtype=torch.float32, seed=3)
+        with config.patch(cost_gate=False, timeout_s=20.0), ttd.enabled(), torch.no_grad():
+            found = torch.compile(model)(x, weight, bias)
+        torch.testing.assert_close(found, model(x, weight, bias))
+        answers.append((tuple(found.shape), counters["torch_triton_dist"]["all_gather_matmul"]))
+    return answers
+
+
+def test_columns_may_differ_in_compiled_code():
+    """A rank without columns is launched all the same: the others wait for its rows."""
+    assert run_ranks(compiled_uneven_columns, 2, timeout=120) == [[((12, 5), 1), ((12, 0), 1)], [((12, 0), 1), ((12, 0), 1)]]
 
 
 def uneven_depth(rank: int, world: int, op: str, depths: tuple[int, ...], form: str) -> list:

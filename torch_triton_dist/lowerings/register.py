@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch._inductor import config as inductor_config
+from torch._inductor import ir
 from torch._inductor.lowering import empty, lowerings, register_lowering, view
 from torch._inductor.virtualized import V
 
@@ -16,6 +17,8 @@ from ..kernels import matmul_reduce_scatter as mm_rs
 from ..kernels.tiles import TMA_BYTES, tma_form
 from ..ops import group_size, widest_weight
 from .template import contiguous_rows, launch, realize
+
+NO_COLUMNS = 16  # what a rank multiplies whose weight has none
 
 aten = torch.ops.aten
 ops = torch.ops.torch_triton_dist
@@ -66,9 +69,15 @@ def _all_gather_matmul(shard, weights, gather_dim, group, *, bias, return_gather
     widest = widest_weight(widths)
     gather = ag_mm.keeps_gathered(widths, return_gathered)
     device, dtype = rows.get_device(), rows.get_dtype()
+    nothing = widths[widest] == 0
+    if nothing:  # peers wait for the rows of this rank: it multiplies columns that nobody reads, and Inductor has no template without any
+        weights[widest] = lowerings[aten.full.default]([k, NO_COLUMNS], 0, dtype=dtype, device=device)
+        weights[widest].realize()
+        biases[widest] = None
+    columns = NO_COLUMNS if nothing else widths[widest]
     chosen = ag_mm.plan(
         m,
-        widths[widest],
+        columns,
         k,
         world,
         dtype,
@@ -89,10 +98,12 @@ def _all_gather_matmul(shard, weights, gather_dim, group, *, bias, return_gather
         tensors["GATHERED"] = gathered
         mutated = [gathered]
     inputs = ag_mm.inputs(biases[widest] is not None, gather, chosen.landing > 0)
-    product = launch(chosen, group, tensors, inputs, [world * m, widths[widest]], mutated)
+    product = launch(chosen, group, tensors, inputs, [world * m, columns], mutated)
     outputs = []
     for index, (weight, one) in enumerate(zip(weights, biases, strict=True)):
-        if index == widest:
+        if widths[index] == 0:
+            output = _no_columns(product) if nothing else empty([world * m, 0], dtype=dtype, device=device)
+        elif index == widest:
             output = product
         elif one is None:
             output = lowerings[aten.mm.default](gathered, weight)
@@ -100,6 +111,19 @@ def _all_gather_matmul(shard, weights, gather_dim, group, *, bias, return_gather
             output = lowerings[aten.addmm.default](one, gathered, weight)
         outputs.append(view(output, _gathered_shape(shape, dim, world, widths[index])))
     return outputs, view(gathered, _gathered_shape(shape, dim, world, k)) if return_gathered else None
+
+
+def _no_columns(product: Any) -> Any:
+    """None of the columns of a product, [rows, 0]. Inductor drops what nobody reads, and what reads nothing; an operation with side effects
+    it keeps, and with it the launch that the peers wait for."""
+    output = ir.TensorBox.create(ir.FallbackKernel.create(aten.narrow_copy.default, product, 1, 0, 0))
+    operation = output.data
+    while not isinstance(operation, ir.Operation):
+        operation = operation.data
+    for one in (operation, *getattr(operation, "inputs", ())):
+        if isinstance(one, ir.FallbackKernel):
+            one.has_side_effects = lambda: True
+    return output
 
 
 def _gathered_shape(shape: list[int], dim: int, world: int, last: int) -> list[int]:

@@ -4,8 +4,7 @@
 As in the kernel, a program that is free takes the next claim, and multiplies what has come. The constants were fitted to 85 times of 23
 problems on H200 (512 to 2048 rows, K of 4096 to 8192, 1024 to 7168 columns; four ranks, one problem on two); the model is 4.4 % off (root
 mean square). For the 22 of which several forms were measured `plan` takes one that is 0.9 % slower than the fastest, on average, and 7 % at
-most.
-`benchmarks/forms.py all_gather` measures them.
+most. `benchmarks/forms.py all_gather` measures them.
 
 Example: world=2, shards of 128 rows, 256 columns, tiles of 128 columns, K of 4096, in one group: a tile takes 28 us. Two programs begin at
 5 us with the own rows and end at 33 us. Two multiply those of the peer: 1 MiB begins to come at 14 us and takes 3 us, so they end at 45 us.
@@ -17,6 +16,7 @@ import functools
 import heapq
 from collections.abc import Iterable, Sequence
 
+from .template import cdiv
 from .tiles import PROCESSORS
 
 STEP_US = 0.44  # for 64 columns of K in a tile of 128 x 128
@@ -33,10 +33,6 @@ MANY = 64 * PROCESSORS  # tiles of 128 x 128 from which on the last round does n
 
 def _tile_us(k: int, tile_n: int) -> float:
     return STEP_US * k / 64 * (WIDE if tile_n > 128 else 1)
-
-
-def _cdiv(a: int, b: int) -> int:
-    return -(-a // b)
 
 
 def _ends(free: list[float], claims: Iterable[tuple[Sequence[float], float]]) -> Iterable[float]:
@@ -56,7 +52,7 @@ def grouped_us(rows: int, n: int, k: int, world: int, tile_n: int, groups: int, 
     sent_us = (world - 1) * rows * k * 2 / LINK
     come = [BEGIN_US + FIRST_US + (group + 1) / groups * sent_us for group in range(groups)]
     group_us = _tile_us(k, tile_n) / groups
-    own = _cdiv(rows, 128) * _cdiv(n, tile_n)
+    own = cdiv(rows, 128) * cdiv(n, tile_n)
     tiles, multiplying = world * own, PROCESSORS - senders
     whole = tiles if splits == 1 else tiles // multiplying * multiplying
     here = [0.0] * groups
@@ -74,8 +70,8 @@ def grouped_us(rows: int, n: int, k: int, world: int, tile_n: int, groups: int, 
 def copied_us(rows: int, n: int, k: int, world: int, tile_n: int) -> float:
     """Time until all tiles are multiplied, us, in the order in which copy engines bring the rows: the first half of each shard, then the
     second."""
-    blocks, columns = _cdiv(rows, 128), _cdiv(n, tile_n)
-    first = _cdiv(blocks, 2)
+    blocks, columns = cdiv(rows, 128), cdiv(n, tile_n)
+    first = cdiv(blocks, 2)
     claims: list[tuple[Sequence[float], float]] = []
     arrival = 0.0
     for index, count in enumerate((blocks, *([first] * (world - 1)), *([blocks - first] * (world - 1)))):

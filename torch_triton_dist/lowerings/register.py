@@ -116,14 +116,10 @@ def _all_gather_matmul(shard, weights, gather_dim, group, *, bias, return_gather
 def _no_columns(product: Any) -> Any:
     """None of the columns of a product, [rows, 0]. Inductor drops what nobody reads, and what reads nothing; an operation with side effects
     it keeps, and with it the launch that the peers wait for."""
-    output = ir.TensorBox.create(ir.FallbackKernel.create(aten.narrow_copy.default, product, 1, 0, 0))
-    operation = output.data
-    while not isinstance(operation, ir.Operation):
-        operation = operation.data
-    for one in (operation, *getattr(operation, "inputs", ())):
-        if isinstance(one, ir.FallbackKernel):
-            one.has_side_effects = lambda: True
-    return output
+    output = ir.FallbackKernel.create(aten.narrow_copy.default, product, 1, 0, 0)
+    (kernel,) = output.inputs
+    kernel.has_side_effects = lambda: True
+    return ir.TensorBox.create(output)
 
 
 def _gathered_shape(shape: list[int], dim: int, world: int, last: int) -> list[int]:

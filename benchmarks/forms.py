@@ -4,10 +4,10 @@ kernels/all_gather_matmul.py, and the model in kernels/forecast.py.
     torchrun --standalone --nproc-per-node 4 benchmarks/forms.py all_reduce --rows 17 32 64 128 256 --depth 2048 --columns 8192
     torchrun --standalone --nproc-per-node 4 benchmarks/forms.py all_gather --rows 4096 8192 --depth 8192 --columns 2048 7168
 
-GEMM + all-reduce: one-shot, two-shot, sliced (with 0, 1 or 2 of its hops in packed words), packed (up to 16 rows), and what `plan` chooses;
-beside them cuBLAS alone, and followed by `two_shot_all_reduce_` and `one_shot_all_reduce` of torch's symmetric memory. All-gather + GEMM:
-rows sent by programs, by copy engines, and as `plan` chooses; up to 2048 rows, tiles of 128 columns (n) or 256 (w), the last ones in 1, 2
-or 4 parts of K. Beside them cuBLAS alone, behind NCCL, and async TP. bf16. As in `python -m torch_triton_dist bench`: each is a CUDA
+GEMM + all-reduce: two-shot in rounds or in slices, one-shot (small, up to 256 rows), and what `plan` chooses; beside them cuBLAS alone, and
+followed by `two_shot_all_reduce_` and `one_shot_all_reduce` of torch's symmetric memory. All-gather + GEMM: rows sent by programs, by copy
+engines, and as `plan` chooses; up to 2048 rows, tiles of 128 columns (n) or 256 (w), the last ones in 1, 2 or 4 parts of K. Beside them
+cuBLAS alone, behind NCCL, and async TP. bf16. As in `python -m torch_triton_dist bench`: each is a CUDA
 graph of several calls on other inputs, replayed in turns with a cold cache; printed are microseconds a call, median of the replays, the
 slowest rank. Every form is compared with fp32 first. Without GPUs it runs on the CPU: to see that it works.
 """
@@ -29,12 +29,9 @@ from torch_triton_dist.kernels.tiles import choose_tile, fitting, wide_tile
 
 FORMS = {
     AR: {
-        "one": {"two_shot": False},
-        "two": {"two_shot": True},
-        "sliced": {"sliced": True, "hops": 0},
-        "sliced/1": {"sliced": True, "hops": 1},
-        "sliced/2": {"sliced": True, "hops": 2},
-        "packed": {"small": True},
+        "two": {"form": "two_shot"},
+        "sliced": {"form": "sliced"},
+        "small": {"form": "small"},
         "chosen": {},
     },
     AG: {"sent": {"copied": False}, "copied": {"copied": True}, "chosen": {}},
@@ -52,7 +49,7 @@ def forms_of(case: Case, world: int) -> dict[str, dict]:
         tiles = {"n": fitting(tile._replace(n=128, num_stages=4), 2), "w": wide_tile(case.k)}
         forms = {f"{name}{parts}": {"tile": tile, "splits": parts} for name, tile in tiles.items() for parts in (1, 2, 4)}
         return forms | {"chosen": {}}
-    return {name: forced for name, forced in FORMS[case.op].items() if name != "packed" or case.m <= matmul_all_reduce.SMALL_ROWS}
+    return {name: forced for name, forced in FORMS[case.op].items() if name != "small" or case.m <= 256}
 
 
 def form(setup: variants.Setup, forced: dict) -> variants.Call:

@@ -30,7 +30,7 @@ _library.define(
 )
 _library.define("matmul_all_reduce(Tensor x, Tensor weight, str reduce_op, str group, *, Tensor? bias=None) -> Tensor")
 # What a compiled graph calls before each launch; see runtime.launch_context. The result is the context table, never fresh memory.
-_library.define("launch_context(Device device, str group, int nbytes, int nflags, str signature, int landing=0) -> Tensor")
+_library.define("launch_context(Device device, str group, int nbytes, int nflags, str signature, int landing=0, int blanks=0) -> Tensor")
 # And behind it, where copy engines send the shard; see kernels.copies. The result is never fresh memory, either.
 _library.define("landing_area(Tensor context, str group, int nbytes) -> Tensor")
 
@@ -123,7 +123,7 @@ def _matmul_all_reduce_fake(x, weight, reduce_op, group, *, bias=None):
 
 
 @torch.library.register_fake(f"{NAMESPACE}::launch_context", lib=_library)
-def _launch_context_fake(device, group, nbytes, nflags, signature, landing=0):
+def _launch_context_fake(device, group, nbytes, nflags, signature, landing=0, blanks=0):
     from .runtime.layout import WORD, control_bytes
 
     return torch.empty(control_bytes(group_size(group)) // WORD, dtype=torch.int64, device=device)
@@ -206,10 +206,10 @@ def _matmul_all_reduce(x, weight, reduce_op, group, *, bias=None):
     return out.view(*x.shape[:-1], weight.shape[1])
 
 
-def _launch_context(device, group, nbytes, nflags, signature, landing=0):
+def _launch_context(device, group, nbytes, nflags, signature, landing=0, blanks=0):
     from . import runtime
 
-    return runtime.launch_context(device, group, nbytes, nflags, signature, landing)
+    return runtime.launch_context(device, group, nbytes, nflags, signature, landing, blanks)
 
 
 def _landing_area(context, group, nbytes):

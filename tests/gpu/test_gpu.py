@@ -54,12 +54,9 @@ def _ops_against_float64(rank, world, dtype):
                 unfused = matmul_all_reduce.reference(x, weight, "sum", name, bias)
                 got = ops.matmul_all_reduce(x, weight, "sum", name, bias=bias)
                 worst.append(("all_reduce", m, _relative(got, exact), _relative(unfused, exact)))
-                if m > 64:
-                    got = matmul_all_reduce.run(x, weight, "sum", name, world, bias, two_shot=True)
-                    worst.append(("two_shot", m, _relative(got, exact), _relative(unfused, exact)))
-                for hops in range(3 if 1 < m < 1000 and programs == 0 else 0):
-                    got = matmul_all_reduce.run(x, weight, "sum", name, world, bias, sliced=True, hops=hops)
-                    worst.append((f"sliced, {hops} hops in words", m, _relative(got, exact), _relative(unfused, exact)))
+                for form in ("small", "sliced", "two_shot") if m > 64 else ("small", "sliced"):
+                    got = matmul_all_reduce.run(x, weight, "sum", name, world, bias, form=form)
+                    worst.append((f"all_reduce, {form}", m, _relative(got, exact), _relative(unfused, exact)))
                     everywhere = [torch.empty_like(got) for _ in range(world)]
                     dist.all_gather(everywhere, got)
                     assert all(torch.equal(got, other) for other in everywhere)
@@ -126,10 +123,10 @@ def _changing_inputs(rank, world, launches):
         bad += (got.float() != exact.bfloat16().float()).sum()
         reduced = ops.matmul_all_reduce(whole, rounded, "avg", name)
         bad += (reduced.float() != exact.bfloat16().float()).sum()
-        few = ops.matmul_all_reduce(whole[: 1 + launch % 16], rounded, "avg", name)  # words, among the flags of the others
+        few = ops.matmul_all_reduce(whole[: 1 + launch % 16], rounded, "avg", name)
         bad += (few.float() != exact[: 1 + launch % 16].bfloat16().float()).sum()
         rows = (5, 17, 16 * world)[launch // 3 % 3]  # a few sizes: each is compiled
-        sliced = matmul_all_reduce.run(whole[:rows], rounded, "avg", name, world, None, sliced=True, hops=launch % 3)
+        sliced = matmul_all_reduce.run(whole[:rows], rounded, "avg", name, world, None, form=("small", "sliced")[launch % 2])
         bad += (sliced.float() != exact[:rows].bfloat16().float()).sum()
         scattered = ops.matmul_reduce_scatter(whole, rounded, 0, "avg", name)
         bad += (scattered.float() != exact.bfloat16().float().chunk(world)[rank]).sum()

@@ -5,6 +5,9 @@ what was stored there last; a store passes through a state `TORN`, a load looks 
 for, or programs that all wait, fail the test. The same model with a rule taken away has to fail, or it would show nothing: kernels ask
 `p.keeps(rule)`, and `BROKEN` in test_protocol_model.py lists what happens without each rule.
 
+Numbers that tell of their own arrival (language/blank.py) lie in cells of their own, one number each, which is stored whole. The numbers
+of a slot come one by one. Who stores over a number that nobody has read, or leaves one at the end, fails the test, too.
+
 Flags are stamps, n << 16 | signature, as in NOTE [stamps] of language/core.py. The order of claims in the kernels that reduce is that of
 test_rounds.py, which holds the kernels' own functions to it.
 """
@@ -32,8 +35,6 @@ COUNT_LAST = "a chunk is counted when it is stored"
 COUNT_ANEW = "the count of a block starts from n << 16"
 COUNTED = "the last chunk of a block raises its flag, not each one"
 ADD_LAST = "the parts of a tile are added by who has stored the last one"
-ALL_SENT = "a slice is added when the products of all ranks are there"
-ALL_REDUCED = "a tile is read when the sums of all its slices are there"
 NO_SUM = "what was not summed is not sent"
 PAY_BEFORE_WAIT = "a program pays what it owes before it waits"
 PAY_BEFORE_LEAVE = "a program pays what it owes before it leaves"
@@ -42,8 +43,14 @@ HELP_FIRST = "a program waits when nothing is left to be sent"
 CLEAR_SENDS = "the last program to leave clears the counter of sends"
 TELL = "a rank tells its peers what it has entered"
 KEEP_OUT = "launches behind one that gave up find no tile"
-TAG = "a word names the launch that it belongs to"
-NO_FLAG = "a word is no flag that was raised"
+CLOSE = "a wait that gives up when its program has left keeps them out, too"
+ALL_CAME = "numbers are read when all of them have come"
+BLANK_LAST = "numbers are blanked when all of them have come"
+BLANK_AFTER = "who has read a number blanks its cell"
+ALL_READ = "what is sent is read"
+NO_BLANK = "a number that looks blank is sent as another one"
+MEET = "a launch without flags ends when all ranks were found in it"
+AHEAD = "a rank in a later launch was in this one"
 ALL_ENTERED = "copies begin when all ranks have entered the launch"
 JOIN = "what follows a launch follows its copies"
 WARN = "a rank that gives up in front of its copies has told all others to"
@@ -65,19 +72,11 @@ class Mismatch(AssertionError):
     """A peer runs another kernel in this launch: what a kernel reports to the host."""
 
 
-class Word(int):
-    """Data and tag in one, among the flags: for whoever looks for a flag, one that is negative."""
-
-    def __new__(cls, stamp, value, flag=False):
-        word = super().__new__(cls, stamp << 32 if flag else -stamp)
-        word.stamp, word.value = stamp, value
-        return word
-
-
 @dataclass
 class Rank:
     """Context and heap of one rank: LAUNCH, CLAIM, SEND, TICKET, what peers have entered; flags and data by (half, index), those of the
-    landing area by (LANDING, index); the stamp that copies take along; the shard that they read, written anew before every launch."""
+    landing area by (LANDING, index); by (half, index), too, the numbers in cells that are not blank, (stamp of the sender, number); the
+    stamp that copies take along; the shard that they read, written anew before every launch."""
 
     launch: int = 1
     claim: int = 0
@@ -89,6 +88,9 @@ class Rank:
     entered: dict = field(default_factory=lambda: defaultdict(int))
     flags: dict = field(default_factory=lambda: defaultdict(int))
     data: dict = field(default_factory=dict)
+    numbers: dict = field(default_factory=dict)
+    lost: int = 1 << 30  # launch that gave up: what follows it computes with nothing
+    spoilt: str = ""  # what another kernel's numbers did to the result of this launch: it has to hear of that kernel before it ends
 
 
 @dataclass
@@ -173,45 +175,95 @@ class Program:
         for rank in ranks:
             yield from self.notify(rank, flag)
 
+    def told(self):
+        own = self.ranks[self.me]
+        return own.launch >= own.told_in
+
+    def other(self, peers):
+        """Those of `peers` that run another kernel in this launch."""
+        entered = self.ranks[self.me].entered
+        return [peer for peer in peers if entered[peer] >> 16 == self.n and entered[peer] != self.stamp]
+
     def wait(self, flags):
         """Waits for flags, (index, rank that raises it) each, one after the other."""
         own = self.ranks[self.me]
-
-        def other(peer):
-            return own.entered[peer] >> 16 == self.n and own.entered[peer] != self.stamp
 
         def seen(flag, peer):
             return own.entered[peer] if flag == ENTERED else own.flags[self.half, flag]
 
         for flag, peer in flags:
-            yield lambda flag=flag, peer=peer: seen(flag, peer) >> 16 >= self.n or other(peer) or own.launch >= own.told_in
-            if own.launch >= own.told_in:
+            yield lambda flag=flag, peer=peer: seen(flag, peer) >> 16 >= self.n or self.other([peer]) or self.told()
+            if self.told():
                 raise GaveUp
             found = seen(flag, peer)
-            if other(peer) or (found >> 16 == self.n and found != self.stamp):
+            if self.other([peer]) or (found >> 16 == self.n and found != self.stamp):
                 raise Mismatch(f"rank {self.me}, launch {self.n}, flag {flag} of rank {peer}")
             if found != self.stamp:
                 raise Race(f"rank {self.me}, launch {self.n}, flag {flag} is of launch {found >> 16}")
 
-    def wait_words(self, words):
-        """Waits for words, (index, rank that stores it, what it holds) each."""
+    def send(self, target, slot, value, size=1):
+        """Stores `size` numbers into a slot of blanks of rank `target`."""
+        to = self.ranks[target]
+        for cell in range(size):
+            at = self.half, slot * size + cell
+            if at in to.numbers and self.of_other_kernel(to.numbers[at]):
+                to.spoilt = f"rank {target}, launch {self.n}: {to.numbers[at]} was lost"
+            elif at in to.numbers:
+                raise Race(f"rank {self.me}, launch {self.n}, stores over {to.numbers[at]} of rank {target}")
+            if cell or self.keeps(NO_BLANK):
+                to.numbers[at] = self.stamp, value if self.n <= self.ranks[self.me].lost else "nothing"
+            yield
+
+    def of_other_kernel(self, number):
+        return number[0] >> 16 == self.n and number[0] != self.stamp
+
+    def receive(self, slots, size=1):
+        """Waits for numbers in slots of the own blanks, (slot, rank that sends them, what they are) each, reads and blanks them."""
         own = self.ranks[self.me]
+        cells = {(self.half, slot * size + cell): value for slot, _, value in slots for cell in range(size)}
+        senders = [sender for _, sender, _ in slots]
+        awaited = list(cells)[: None if self.keeps(ALL_CAME) else 1]
 
-        def other(peer):
-            return own.entered[peer] >> 16 == self.n and own.entered[peer] != self.stamp
+        def here():
+            return all(at in own.numbers for at in awaited)
 
-        def here(index):
-            word = own.flags[self.half, index]
-            return isinstance(word, Word) and (word.stamp == self.stamp or not self.keeps(TAG))
+        while not self.keeps(BLANK_LAST) and not here():
+            for at in cells:
+                own.numbers.pop(at, None)
+                yield
+            yield lambda: any(at in own.numbers for at in cells)
+        yield lambda: here() or self.other(senders) or self.told()
+        came = here()
+        if not came and not self.told():
+            raise Mismatch(f"rank {self.me}, launch {self.n}, numbers of {self.other(senders)}")
+        for at, value in cells.items() if came else ():
+            found = own.numbers.get(at, (0, "blank"))
+            if self.of_other_kernel(found):
+                own.spoilt = f"rank {self.me}, launch {self.n}, read {found}, not {value}"
+            elif found != (self.stamp, value):
+                raise Race(f"rank {self.me}, launch {self.n}, number {at}: {found}, not {value}")
+            yield
+        for at in cells if self.keeps(BLANK_AFTER) else ():  # also after a wait that gave up
+            own.numbers.pop(at, None)
+            yield
+        if not came:
+            own.lost = self.n
+            if self.keeps(CLOSE):
+                own.claim = own.send = NO_TILE
+            raise GaveUp
 
-        for index, peer, value in words:
-            yield lambda index=index, peer=peer: here(index) or other(peer) or own.launch >= own.told_in
-            if own.launch >= own.told_in:
-                raise GaveUp
-            if not here(index):
-                raise Mismatch(f"rank {self.me}, launch {self.n}, word {index} of rank {peer}")
-            if own.flags[self.half, index].value != (self.n, value):
-                raise Race(f"rank {self.me}, launch {self.n}, word {index} holds {own.flags[self.half, index].value}")
+    def meet(self):
+        """Waits until all peers have entered this launch; a wait that gives up here ends no program."""
+        entered = self.ranks[self.me].entered
+        peers = [peer for peer in range(self.world) if peer != self.me]
+
+        def here(peer):
+            return entered[peer] >> 16 == self.n or (entered[peer] >> 16 > self.n and self.keeps(AHEAD))
+
+        if self.keeps(MEET):
+            yield lambda: all(here(peer) for peer in peers) or self.other(peers) or self.told()
+            if self.other(peers):
+                raise Mismatch(f"rank {self.me}, launch {self.n}, met {self.other(peers)}")
 
     def wait_peers(self, first):
         yield from self.wait([(first + j, (self.me - 1 - j) % self.world) for j in range(self.world - 1)])
@@ -296,112 +348,77 @@ def reduce_scatter(tiles, s=1, size=1, staged=False):
 
 
 @kernel_maker
-def one_shot(tiles, size=1):
-    def kernel(p):
-        claim = yield from p.first_claim()
-        while claim < tiles:
-            tile, first = claim, claim * p.world
-            if not p.keeps(SEND_FIRST):
-                yield from p.wait_all(first)
-            yield  # the product
-            if not p.keeps(DATA_FIRST):
-                yield from p.notify_all(first + p.me)
-            for i in range(1, p.world):
-                yield from p.store((p.me + i) % p.world, first + p.me, ("ar", p.me, tile), size)
-            yield from p.notify_all(first + p.me)
-            claim = yield from p.claim()  # while the products travel
-            yield from p.wait_all(first)
-            for source in range(p.world):
-                if source != p.me:
-                    yield from p.load(first + source, ("ar", source, tile), size)
-
-    return kernel
-
-
-@kernel_maker
-def packed(tiles, size=1):
-    """`matmul_all_reduce_small`: data travel in words that tell of their arrival."""
+def small(tiles, size=1, op=""):
+    """`matmul_all_reduce_small`, one-shot. op: another one makes another kernel with the same slots."""
 
     def kernel(p):
+        def receive(tile):
+            ranks = [rank for rank in range(p.world) if rank != p.me or p.keeps(ALL_READ)]
+            yield from p.receive([(rank * tiles + tile, rank, ("product", rank, tile)) for rank in ranks], size)
+
         claim = yield from p.first_claim()
         if claim >= tiles:
+            if claim == tiles:
+                yield from p.meet()
             yield from p.leave()
         while claim < tiles:
             tile = claim
             if not p.keeps(SEND_FIRST):
-                yield from p.wait_words([(tile * p.world * size, (p.me + 1) % p.world, ("word", (p.me + 1) % p.world, tile))])
+                yield from receive(tile)
             yield  # the product
             for i in range(1, p.world + 1):
-                for cell in range(size):
-                    word = Word(p.stamp, (p.n, ("word", p.me, tile)), flag=not p.keeps(NO_FLAG))
-                    p.ranks[(p.me + i) % p.world].flags[p.half, (tile * p.world + p.me) * size + cell] = word
-                    yield
-            claim = yield from p.claim()  # while the words travel
+                yield from p.send((p.me + i) % p.world, p.me * tiles + tile, ("product", p.me, tile), size)
+            claim = yield from p.claim()  # while the numbers travel
+            if claim == tiles:
+                yield from p.meet()
             if claim >= tiles:
                 yield from p.leave()
-            places = [((tile * p.world + rank) * size + cell, rank) for rank in range(p.world) for cell in range(size)]
-            yield from p.wait_words([(place, rank, ("word", rank, tile)) for place, rank in places])
+            if p.keeps(SEND_FIRST):
+                yield from receive(tile)
 
     return kernel
 
 
 @kernel_maker
-def sliced(tiles, size=1, hops=0):
-    """`matmul_all_reduce_sliced`: each rank sums a slice of every tile; the last `hops` of two go in words."""
-
-    def send(p, packed, index, target, value):
-        """A slot, or its words."""
-        if not packed:
-            yield from p.store(target, index, value, size)
-        for cell in range(size if packed else 0):
-            p.ranks[target].flags[p.half, index * size + cell] = Word(p.stamp, (p.n, value), flag=not p.keeps(NO_FLAG))
-            yield
-
-    def receive(p, packed, ranks, index, value):
-        """Waits for what `ranks` send to places `index` + rank, and reads what all have sent there. index: for flags, too."""
-        if packed:
-            cells = [((index + rank) * size + cell, rank, value(rank)) for rank in ranks for cell in range(size)]
-            yield from p.wait_words(cells)
-        else:
-            yield from p.wait([(flags_from(p) + index + rank, rank) for rank in ranks])
-            for rank in range(p.world):
-                yield from p.load(index + rank, value(rank), size)
-
-    def flags_from(p):
-        return 2 * tiles * p.world * size if hops else 0  # behind the words
+def sliced(tiles, size=1, rows=NO_TILE, op=""):
+    """`matmul_all_reduce_sliced`, two-shot: each rank sums a slice of every tile. Slices from number `rows` on are empty. op: as in
+    `small`."""
 
     def kernel(p):
+        owners = range(min(p.world, rows))
+
+        def receive_products(tile):
+            slots = [(tile * p.world + rank, rank, ("product", rank, p.me, tile)) for rank in range(p.world)]
+            yield from p.receive(slots if p.me in owners else [], size)
+
         claim = yield from p.first_claim()
         if claim >= tiles:
+            if claim == tiles:
+                yield from p.meet()
             yield from p.leave()
         while claim < tiles:
-            tile, first = claim, claim * p.world
-            reduced = tiles * p.world + first
+            tile = claim
+            reduced = (tiles + tile) * p.world
             if not p.keeps(SEND_FIRST):
-                yield from receive(p, hops == 2, range(p.world), first, lambda rank, tile=tile: ("ar", rank, p.me, tile))
+                yield from receive_products(tile)
             yield  # the product
-            if not p.keeps(DATA_FIRST):
-                yield from p.notify_all(flags_from(p) + first + p.me)
-            for owner in range(p.world):
-                yield from send(p, hops == 2, first + p.me, owner, ("ar", p.me, owner, tile))
+            for owner in owners:
+                yield from p.send(owner, tile * p.world + p.me, ("product", p.me, owner, tile), size)
             claim = yield from p.claim()  # while the products travel
-            if hops < 2:
-                yield from p.notify_all(flags_from(p) + first + p.me)
+            if claim == tiles:
+                yield from p.meet()
             total = ("sum", p.me, tile)
             try:
-                ranks = range(p.world if p.keeps(ALL_SENT) else 1)
-                yield from receive(p, hops == 2, ranks, first, lambda rank, tile=tile: ("ar", rank, p.me, tile))
+                if p.keeps(SEND_FIRST):
+                    yield from receive_products(tile)
             except GaveUp:
                 total = None if p.keeps(NO_SUM) else ("nothing",)
-            if total:
-                for rank in range(p.world):
-                    yield from send(p, hops > 0, reduced + p.me, rank, total)
-                if hops == 0:
-                    yield from p.notify_all(reduced + p.me)
+            for rank in range(p.world) if total and p.me in owners else ():
+                yield from p.send(rank, reduced + p.me, total, size)
             if claim >= tiles:
                 yield from p.leave()
-            ranks = range(p.world if p.keeps(ALL_REDUCED) else 1)
-            yield from receive(p, hops > 0, ranks, reduced, lambda rank, tile=tile: ("sum", rank, tile))
+            read = [owner for owner in owners if owner != p.me or p.keeps(ALL_READ)]
+            yield from p.receive([(reduced + owner, owner, ("sum", owner, tile)) for owner in read], size)
 
     return kernel
 
@@ -670,7 +687,8 @@ def all_gather_small(groups=2, chunks=1, tiles=(1, 1, 1, 1), parts=1, gather=Fal
 @kernel_maker
 def reduce_scatter_small(tiles_m, tiles_n, size=1):
     def kernel(p):
-        order = [*range(tiles_m * tiles_n), *((tile_n,) for tile_n in range(tiles_n))]
+        tiles = tiles_m * tiles_n
+        order = [*range(tiles), *((tile_n,) for tile_n in range(tiles_n))]
         if not p.keeps(SEND_FIRST):
             order.reverse()
         claim = yield from p.first_claim()
@@ -678,18 +696,15 @@ def reduce_scatter_small(tiles_m, tiles_n, size=1):
             step = order[claim]
             if isinstance(step, int):
                 yield  # the product
-                flag = step * p.world + p.me
-                if not p.keeps(DATA_FIRST):
-                    yield from p.notify_all(flag)
                 for owner in range(p.world):
-                    yield from p.store(owner, p.me * tiles_m * tiles_n + step, ("rs", p.me, owner, step), size)
-                yield from p.notify_all(flag)
+                    yield from p.send(owner, p.me * tiles + step, ("rs", p.me, owner, step), size)
             else:
-                first = step[0] * tiles_m
-                yield from p.wait_all(first * p.world, tiles_m)
-                for source in range(p.world):
-                    for tile in range(first, first + tiles_m):
-                        yield from p.load(source * tiles_m * tiles_n + tile, ("rs", source, p.me, tile), size)
+                if claim == tiles:
+                    yield from p.meet()
+                column = range(step[0] * tiles_m, (step[0] + 1) * tiles_m)
+                read = [rank for rank in range(p.world) if rank != p.me or p.keeps(ALL_READ)]
+                slots = [(rank * tiles + tile, rank, ("rs", rank, p.me, tile)) for rank in read for tile in column]
+                yield from p.receive(slots, size)
             claim = yield from p.claim()
 
     return kernel
@@ -718,6 +733,8 @@ def simulate(seed, world, kernels, programs, resident, without="", told=()):
             if free and launched[rank] < len(streams[rank]):  # stream order
                 own = ranks[rank]
                 n, kernel, part = streams[rank][launched[rank]]
+                if own.spoilt:
+                    raise Race(own.spoilt)
                 assert own.launch == n and own.claim in (0, NO_TILE) and own.ticket == 0
                 count = programs if part is kernel else 1
                 waiting[rank] = [Program(ranks, rank, pid, programs, without).run(kernel, part) for pid in range(count)]
@@ -732,6 +749,9 @@ def simulate(seed, world, kernels, programs, resident, without="", told=()):
         if not ready:
             if any(running):
                 raise Deadlock(f"launches {launched}, programs that wait: {[len(each) for each in running]}")
+            for rank, own in enumerate(ranks):
+                if own.spoilt or (own.numbers and not told):
+                    raise Race(own.spoilt or f"rank {rank}: nobody has read {own.numbers}")
             return ranks
         rank, entry = pick.choices(ready, [speed[rank] * (lag if entry in copying[rank] else 1) for rank, entry in ready])[0]
         if entry is None:

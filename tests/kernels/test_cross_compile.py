@@ -32,15 +32,15 @@ SOURCES = {module.NAME: module.SOURCE for module in (ag_mm, ag_small, mm_rs, rs_
 CASES = {
     "reduce_scatter": lambda: (mm_rs, (False,), _plan_rs(4096, 8192, 2048, FP16)),
     "reduce_scatter ragged": lambda: (mm_rs, (True,), _plan_rs(4 * 300, 1000, 200, BF16, inner=75, bias_dims=2)),
-    "one-shot all_reduce": lambda: (mm_ar, (True,), _plan_ar(16, 8192, 2048, BF16, bias_dims=1, small=False)),
-    "packed all_reduce": lambda: (mm_ar, (True,), _plan_ar(8, 8192, 2048, BF16, bias_dims=1)),
-    "packed all_reduce fp32": lambda: (mm_ar, (False,), _plan_ar(3, 1000, 200, FP32, reduce_op="avg")),
+    "small all_reduce": lambda: (mm_ar, (True,), _plan_ar(8, 8192, 2048, BF16, bias_dims=1)),
+    "small all_reduce pieces": lambda: (mm_ar, (True,), _plan_ar(300, 1000, 200, FP16, bias_dims=2, form="small")),
+    "small all_reduce fp32": lambda: (mm_ar, (False,), _plan_ar(3, 1000, 200, FP32, reduce_op="avg")),
     "two-shot all_reduce": lambda: (mm_ar, (False,), _plan_ar(512, 8192, 2048, BF16, reduce_op="avg")),
     "sliced all_reduce": lambda: (mm_ar, (False,), _plan_ar(128, 8192, 2048, BF16)),
     "sliced all_reduce wide": lambda: (mm_ar, (True,), _plan_ar(256, 8192, 2048, FP16, bias_dims=2)),
-    "sliced all_reduce ragged": lambda: (mm_ar, (True,), _plan_ar(75, 1000, 200, BF16, reduce_op="avg", bias_dims=1, sliced=True, hops=0)),
-    "sliced all_reduce words": lambda: (mm_ar, (False,), _plan_ar(128, 8192, 2048, BF16, sliced=True, hops=1)),
-    "sliced packed all_reduce": lambda: (mm_ar, (False,), _plan_ar(64, 8192, 2048, BF16, sliced=True, hops=2)),
+    "sliced all_reduce ragged": lambda: (mm_ar, (True,), _plan_ar(75, 1000, 200, BF16, reduce_op="avg", bias_dims=1, form="sliced")),
+    "sliced all_reduce tma": lambda: (mm_ar, (False,), _plan_ar(256, 8192, 2048, BF16, tma="rows")),
+    "sliced all_reduce narrow": lambda: (mm_ar, (False,), _plan_ar(64, 8192, 2048, BF16)),
     "sliced all_reduce fp32": lambda: (mm_ar, (False,), _plan_ar(100, 4096, 200, FP32)),
     "all_gather": lambda: (ag_mm, (False, False), _plan_ag(1024, 2048, 8192, BF16)),
     "all_gather in groups": lambda: (ag_mm, (False, False), _plan_ag(256, 2048, 8192, BF16)),
@@ -50,7 +50,7 @@ CASES = {
     "all_gather copied tma kept": lambda: (ag_mm, (True, True, True), _plan_ag(999, 1000, 8192, FP16, None, True, True, "rows", True)),
     "all_gather kept": lambda: (ag_mm, (True, True), _plan_ag(1024, 2048, 8192, FP16, inner=128, has_bias=True, gather=True)),
     "reduce_scatter tma ragged": lambda: (mm_rs, (True,), _plan_rs(4 * 1000, 1000, 200, BF16, bias_dims=1, tma="rows")),
-    "one-shot all_reduce tma": lambda: (mm_ar, (False,), _plan_ar(128, 4096, 2048, FP16, two_shot=False, tma="columns")),
+    "two-shot all_reduce tma columns": lambda: (mm_ar, (False,), _plan_ar(1024, 8192, 2048, FP16, tma="columns")),
     "all_gather tma kept": lambda: (ag_mm, (True, True), _plan_ag(1000, 1000, 8192, FP16, has_bias=True, gather=True, tma="rows")),
     "reduce_scatter tma": lambda: (mm_rs, (False,), _plan_rs(8192, 8192, 7168, BF16, tma="columns")),
     "two-shot all_reduce tma": lambda: (mm_ar, (False,), _plan_ar(2048, 8192, 2048, BF16, tma="rows")),
@@ -68,12 +68,12 @@ COMPILED = [
     ("reduce_scatter", "sm_100", "tcgen05.mma"),
     ("reduce_scatter ragged", "sm_80", "mma.sync"),
     ("reduce_scatter ragged", "gfx950", "v_mfma_f32"),
-    ("one-shot all_reduce", "sm_90", "mma.sync"),
-    ("one-shot all_reduce", "gfx942", "v_mfma_f32"),
-    ("packed all_reduce", "sm_90", "mma.sync"),
-    ("packed all_reduce", "sm_80", "mma.sync"),
-    ("packed all_reduce", "gfx942", "v_mfma_f32"),
-    ("packed all_reduce fp32", "sm_90", ""),
+    ("small all_reduce", "sm_90", "mma.sync"),
+    ("small all_reduce", "sm_80", "mma.sync"),
+    ("small all_reduce", "gfx942", "v_mfma_f32"),
+    ("small all_reduce pieces", "sm_90", "mma.sync|wgmma"),
+    ("small all_reduce pieces", "gfx950", "v_mfma_f32"),
+    ("small all_reduce fp32", "sm_90", ""),
     ("two-shot all_reduce", "sm_90", "wgmma.mma_async"),
     ("sliced all_reduce", "sm_90", "wgmma.mma_async"),
     ("sliced all_reduce", "sm_100", "tcgen05.mma"),
@@ -82,10 +82,10 @@ COMPILED = [
     ("sliced all_reduce wide", "gfx950", "v_mfma_f32"),
     ("sliced all_reduce ragged", "sm_90", "mma.sync|wgmma"),
     ("sliced all_reduce ragged", "sm_80", "mma.sync"),
-    ("sliced all_reduce words", "sm_90", "wgmma.mma_async"),
-    ("sliced all_reduce words", "gfx942", "v_mfma_f32"),
-    ("sliced packed all_reduce", "sm_90", "mma.sync|wgmma"),
-    ("sliced packed all_reduce", "gfx950", "v_mfma_f32"),
+    ("sliced all_reduce tma", "sm_90", "wgmma.mma_async"),
+    ("sliced all_reduce tma", "sm_100", "tcgen05.mma"),
+    ("sliced all_reduce narrow", "sm_90", "mma.sync|wgmma"),
+    ("sliced all_reduce narrow", "gfx950", "v_mfma_f32"),
     ("sliced all_reduce fp32", "sm_90", ""),
     ("all_gather", "sm_90", "wgmma.mma_async"),
     ("all_gather in groups", "sm_80", "mma.sync"),
@@ -110,7 +110,7 @@ COMPILED = [
     ("two-shot all_reduce tma", "sm_90", "wgmma.mma_async"),
     ("all_gather tma", "sm_90", "wgmma.mma_async"),
     ("reduce_scatter tma ragged", "sm_90", "wgmma.mma_async"),
-    ("one-shot all_reduce tma", "sm_90", "wgmma.mma_async"),
+    ("two-shot all_reduce tma columns", "sm_90", "wgmma.mma_async"),
     ("all_gather tma kept", "sm_90", "wgmma.mma_async"),
     ("reduce_scatter tma", "sm_100", "tcgen05.mma"),
     ("two-shot all_reduce tma", "sm_100", "tcgen05.mma"),
@@ -123,7 +123,8 @@ NVIDIA = [(case, target) for case, target, _ in COMPILED if target.startswith("s
 AMD = [(case, target) for case, target, _ in COMPILED if target.startswith("gfx")]
 IN_GROUPS = [case for case in CASES if "in groups" in case]
 # The others tell of their data in the data, or leave flags to copy engines.
-FLAGS = [case for case in CASES if "packed" not in case and "copied" not in case]
+BLANKS = [case for case in CASES if case.startswith(("small all_reduce", "sliced", "small reduce_scatter"))]
+FLAGS = [case for case in CASES if case not in BLANKS and "copied" not in case]
 
 
 def _plan_rs(m, n, k, dtype, inner=None, bias_dims=0, tma=""):
@@ -319,51 +320,53 @@ def positions(pattern, instructions):
     return [i for i, line in enumerate(instructions) if re.search(pattern, line)]
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.startswith("packed")])
-def test_words_are_whole_and_looked_at_each_time(case):
-    """Words are stored as 64 bits and loaded volatile, every one of them by its own thread; no flag is raised in between."""
-    plan = CASES[case]()[2]
-    flow = Flow(compiled(case, "sm_90")["ttir"])
-    words = f"tensor<{plan.constants['BLOCK_M']}x{plan.constants['BLOCK_N'] // plan.constants['NUMBERS']}x!tt.ptr<i64>>"
-    assert plan.constants["BLOCK_M"] * plan.constants["BLOCK_N"] // plan.constants["NUMBERS"] >= 32 * plan.num_warps
-    loads = [op for op in flow.ops if op.name == "tt.load" and words in op.text]
-    assert len(loads) == 4 + 1 and all("isVolatile = true" in op.text for op in loads)  # of each rank; in the slow wait
-    assert len([op for op in flow.ops if op.name == "tt.store" and words in op.text]) == 4
-    assert not any("release" in op.text and "rmw" in op.name for op in flow.ops)
-    ptx = compiled(case, "sm_90")["ptx"]
-    assert re.search(r"ld\.volatile\.global\.(v2\.)?b64", ptx)
-
-
-@pytest.mark.parametrize("case", ["sliced all_reduce words", "sliced packed all_reduce"])
-def test_words_of_slices_are_whole_and_looked_at_each_time(case):
-    """The same of slices: of the products of each rank, and of the tile of sums; stores to peers are 16 bytes wide."""
-    plan = CASES[case]()[2]
+def slots_of(plan, rows, width=None):
+    """The type of pointers to blanks [rows, width], as wide as a tile."""
     c = plan.constants
+    return f"tensor<{rows}x{width or c['BLOCK_N']}x!tt.ptr<i{32 if c['DTYPE'] == 'tl.float32' else 16}>>"
+
+
+@pytest.mark.parametrize("case", BLANKS)
+def test_numbers_are_looked_at_each_time_and_blanked(case):
+    """Slots are loaded volatile, from each rank (one more load is in the slow wait), every number by its own thread, and blanked as often;
+    no flag is raised in between."""
+    plan = CASES[case]()[2]
+    c, world = plan.constants, 4
     flow = Flow(compiled(case, "sm_90")["ttir"])
+    pieces, tile = c["PIECES"], slots_of(plan, c["BLOCK_M"], c["BLOCK_N"] // c["PIECES"])
+    assert c["BLOCK_M"] * c["BLOCK_N"] // pieces >= 32 * plan.num_warps
 
-    def words(rows, width):
-        return f"tensor<{rows}x{width}x!tt.ptr<i64>>"
+    def count(name, kind):
+        return len([op for op in flow.ops if op.name == name and kind in op.text])
 
-    whole, part = words(c["BLOCK_M"], c["REDUCED_WIDTH"] // c["PIECES"]), words(c["BLOCK_R"], c["REDUCED_WIDTH"])
-    loads = [op for op in flow.ops if op.name == "tt.load" and "x!tt.ptr<i64>" in op.text and "isVolatile" in op.text]
-    both = c["PACKED"] == 2
-    of_tiles, of_slices = ([op for op in loads if kind in op.text] for kind in (whole, part))
-    assert len(of_tiles) == 2 * c["PIECES"]  # fast, and in the slow wait
-    assert len(of_slices) == (4 + 1 if both else 0) and len(loads) == len(of_tiles) + len(of_slices)
-    assert all("isVolatile = true" in op.text for op in loads)
-    assert not both or not any("release" in op.text and "rmw" in op.name for op in flow.ops)
-    ptx = compiled(case, "sm_90")["ptx"]
-    assert len(re.findall(r"ld\.volatile\.global\.(?:v2\.)?b64", ptx)) >= len(loads)
-    widths = set(re.findall(r"st\.global\.([a-z0-9.]+)", ptx))
-    assert {"v2.b64"} <= widths <= {"v2.b64", "v4.b32", "b64"}
+    if "reduce_scatter" in case:
+        part = slots_of(plan, c["BLOCK_R"], c["BLOCK_N"] // c["SUM_PIECES"])
+        assert c["BLOCK_R"] * c["BLOCK_N"] // c["SUM_PIECES"] >= 32 * plan.num_warps and part != tile
+        assert count("tt.load", part) == (world + 1) * c["SUM_PIECES"] and count("tt.store", part) == world * c["SUM_PIECES"]
+        assert count("tt.store", tile) == pieces
+    elif "small" in case:
+        assert count("tt.load", tile) == (world + 1) * pieces and count("tt.store", tile) == 2 * world * pieces  # sent and blanked
+    else:
+        part = slots_of(plan, c["BLOCK_R"])
+        assert c["BLOCK_R"] * c["BLOCK_N"] >= 32 * plan.num_warps and part != tile
+        assert count("tt.load", part) == world + 1 and count("tt.store", part) == 2 * world
+        assert count("tt.load", tile) == 2 * pieces and count("tt.store", tile) == 2 * pieces
+    loads = [op for op in flow.ops if op.name == "tt.load" and re.search(r"x!tt.ptr<i(16|32)>>", op.text)]
+    assert loads and all("isVolatile = true" in op.text for op in loads)
+    assert not any("release" in op.text and "rmw" in op.name for op in flow.ops)
+    if "ragged" not in case and "pieces" not in case and "fp32" not in case:
+        ptx = compiled(case, "sm_90")["ptx"]
+        assert len(re.findall(r"ld\.volatile\.global\.v4\.b32", ptx)) >= len(loads)  # 16 bytes at a time
+        assert len(re.findall(r"st\.global\.v4\.b32", ptx)) > world * pieces
 
 
-def test_words_go_around_the_caches_of_amd():
+@pytest.mark.parametrize("case", ["small all_reduce", "sliced all_reduce"])
+def test_numbers_go_around_the_caches_of_amd(case):
     """There a volatile load may be served by a cache, and no release empties the caches behind a store."""
-    lines = compiled("packed all_reduce", "gfx942")["amdgcn"].splitlines()
-    words = [line for line in lines if re.match(r"\s+global_(load|store)_dwordx2 ", line)]
-    assert len([line for line in words if "load" in line and "sc0 sc1" in line]) >= 4 + 1
-    assert len([line for line in words if "store" in line and "sc0 sc1" in line]) >= 4
+    lines = compiled(case, "gfx942")["amdgcn"].splitlines()
+    wide = [line for line in lines if re.match(r"\s+global_(load|store)_dwordx[24] ", line) and "sc0 sc1" in line]
+    assert len([line for line in wide if "load" in line]) >= 4 + 1
+    assert len([line for line in wide if "store" in line]) >= 2 * 4
 
 
 @pytest.mark.parametrize(("case", "target"), [(case, target) for case, target in NVIDIA if case in FLAGS])

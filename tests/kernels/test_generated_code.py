@@ -145,17 +145,16 @@ def test_matmul_all_reduce(group):
         epilogue(kernel),
         """\
         xindex = idx_n + 96*idx_m
-                    tmp0 = tl.load(in_ptr3 + (tl.broadcast_to(idx_n, [BLOCK_M, BLOCK_N // PIECES])), mask)
-                    tmp1 = part + tmp0
-                    tmp2 = tl.full([1], 0, tl.int32)
-                    tmp3 = triton_helpers.maximum(tmp2, tmp1)
-                    tl.store(out_ptr1 + (tl.broadcast_to(idx_n + 96*idx_m, [BLOCK_M, BLOCK_N // PIECES])), tmp3, mask)
-    dl.leave(ctx=CTX)""",
+            tmp0 = tl.load(in_ptr3 + (tl.broadcast_to(idx_n, [BLOCK_M, BLOCK_N // PIECES])), mask)
+            tmp1 = total + tmp0
+            tmp2 = tl.full([1], 0, tl.int32)
+            tmp3 = triton_helpers.maximum(tmp2, tmp1)
+            tl.store(out_ptr1 + (tl.broadcast_to(idx_n + 96*idx_m, [BLOCK_M, BLOCK_N // PIECES])), tmp3, mask)""",
     )
     assert_expected_inline(
         launches(code, group),
         """\
-launch_context(cpu, GROUP, 65536, 8, 'matmul_all_reduce(x [24, *], weight [*, 96], torch.float32, sum, two_shot=False)')
+launch_context(cpu, GROUP, 0, 0, 'matmul_all_reduce_small(x [24, *], weight [*, 96], torch.float32, sum)', 0, 49152)
 kernel 0
 after_launch(GROUP)""",
     )
@@ -181,7 +180,7 @@ def test_matmul_all_reduce_in_slices(group):
     assert_expected_inline(
         launches(code, group),
         """\
-launch_context(cpu, GROUP, 1441792, 352, 'matmul_all_reduce_sliced(x [200, *], weight [*, 704], torch.float32, avg, hops=0)')
+launch_context(cpu, GROUP, 0, 0, 'matmul_all_reduce_sliced(x [200, *], weight [*, 704], torch.float32, avg)', 0, 1441792)
 kernel 0
 after_launch(GROUP)""",
     )
@@ -201,10 +200,10 @@ def test_kernels_of_one_group_keep_their_order(group):
     assert_expected_inline(
         re.sub(r"kernel \d", "kernel", launches(code, group)),
         """\
-launch_context(cpu, GROUP, 0, 3072, 'matmul_all_reduce_small(x [16, *], weight [*, 48], torch.float32, sum)')
+launch_context(cpu, GROUP, 0, 0, 'matmul_all_reduce_small(x [16, *], weight [*, 48], torch.float32, sum)', 0, 16384)
 kernel
 after_launch(GROUP)
-launch_context(cpu, GROUP, 4096, 4, 'matmul_reduce_scatter_small(x [16, *], weight [*, 48], torch.float32, sum, inner=4)')
+launch_context(cpu, GROUP, 0, 0, 'matmul_reduce_scatter_small(x [16, *], weight [*, 48], torch.float32, sum, inner=4)', 0, 4096)
 kernel
 after_launch(GROUP)
 launch_context(cpu, GROUP, 3072, 548, 'all_gather_matmul_small(shard [4, 48], torch.float32, inner=4)')

@@ -24,6 +24,7 @@ from torch_triton_dist.kernels import all_gather_matmul_small as ag_small
 from torch_triton_dist.kernels import forecast
 from torch_triton_dist.kernels import matmul_all_reduce as mm_ar
 from torch_triton_dist.kernels import matmul_all_reduce_sliced as ar_sliced
+from torch_triton_dist.kernels import matmul_all_reduce_small as ar_small
 from torch_triton_dist.kernels import matmul_reduce_scatter as mm_rs
 from torch_triton_dist.kernels import tiles as tile_shapes
 from torch_triton_dist.kernels.matmul_tile import swizzle
@@ -58,15 +59,16 @@ def check_slots(plan, slots, flags, itemsize):
         assert start + elements <= following
     assert slots[0][0] >= 0 and sum(slots[-1]) * itemsize <= plan.nbytes
     # The halves: flags and data of both lie apart, inside the heap.
-    places = heap_layout(Needs(plan.nbytes, plan.nflags, plan.landing))
+    places = heap_layout(plan.needs)
     assert plan.nflags * 8 <= places.flags_stride and 2 * places.flags_stride <= places.data_start
-    assert plan.nbytes <= places.data_stride and places.data_start + 2 * places.data_stride <= places.landing_start
+    assert plan.nbytes <= places.data_stride and places.data_start + 2 * places.data_stride <= places.blanks_start
     assert places.landing_start + plan.landing <= places.total and places.data_start % 256 == places.data_stride % 256 == 0
 
 
 def check_even(plan, rows, n, k):
     c = plan.constants
-    assert c["EVEN"] == (rows % c["BLOCK_M"] == 0 and n % c["BLOCK_N"] == 0 and k % c["BLOCK_K"] == 0)
+    even = n % c["BLOCK_N"] == 0 and k % c["BLOCK_K"] == 0
+    assert c["EVEN"] == (even and (2 if rows % c["BLOCK_M"] == 0 else 1))
     assert c["BLOCK_M"] >= 16 and c["BLOCK_N"] >= 16 and c["BLOCK_K"] >= 16  # tl.dot takes no less
     assert plan.programs >= 1
     assert c["SIGNATURE"] == signature_code(plan.signature) and 0 < c["SIGNATURE"] < 1 << SIGNATURE_BITS
@@ -91,18 +93,17 @@ def test_reduce_scatter(world, rows, n, k, dtype, device, staged):
 
 
 @many
-@given(**shapes, two_shot=st.sampled_from([None, True, False]))
-def test_all_reduce(world, rows, n, k, dtype, device, two_shot):
-    forced = {"two_shot": two_shot, "small": False, "sliced": False}
-    plan = mm_ar.plan(rows, n, k, world, dtype, reduce_op="avg", bias_dims=0, device=device, **forced)
+@given(**shapes)
+def test_all_reduce(world, rows, n, k, dtype, device):
+    plan = mm_ar.plan(rows, n, k, world, dtype, reduce_op="avg", bias_dims=0, device=device, form="two_shot")
     c = plan.constants
     check_even(plan, rows, n, k)
     tile_elements = c["BLOCK_M"] * c["BLOCK_N"]
     tiles = cdiv(rows, c["BLOCK_M"]) * cdiv(n, c["BLOCK_N"])
     others = world - 1
-    if not c["TWO_SHOT"]:
-        indices = list(range(tiles * world))
-        check_slots(plan, [(index * tile_elements, tile_elements) for index in indices], indices, dtype.itemsize)
+    assert (plan.kernel == mm_ar.NAME) == (tiles >= world)
+    if tiles < world:
+        assert plan.kernel == ar_sliced.NAME
         return
     share = c["S"]
     rounds = cdiv(tiles, world * share)
@@ -119,26 +120,38 @@ def test_all_reduce(world, rows, n, k, dtype, device, two_shot):
     assert sorted(summed) == list(range(tiles))
 
 
+def check_blanks(plan, slots, itemsize):
+    """slots: (start, elements) of every slot of one heap, without repeats, inside the blanks of the plan; the halves lie apart."""
+    slots = sorted(slots)
+    for (start, elements), (following, _) in itertools.pairwise(slots):
+        assert start + elements <= following
+    assert slots[0][0] >= 0 and sum(slots[-1]) * itemsize <= plan.blanks and (plan.nbytes, plan.nflags, plan.landing) == (0, 0, 0)
+    places = heap_layout(plan.needs)
+    assert places.data_start + 2 * places.data_stride <= places.blanks_start and plan.blanks <= places.blanks_stride
+    assert places.blanks_start + 2 * places.blanks_stride <= places.landing_start
+    assert places.blanks_start % 256 == places.blanks_stride % 256 == 0
+
+
 @many
-@given(**{**shapes, "rows": st.integers(1, 16)})
+@given(**shapes)
 def test_small_all_reduce(world, rows, n, k, dtype, device):
-    plan = mm_ar.plan(rows, n, k, world, dtype, reduce_op="sum", bias_dims=0, device=device, small=True)
+    common = {"reduce_op": "sum", "bias_dims": 0, "device": device, "form": "small"}
+    plan = mm_ar.plan(rows, n, k, world, dtype, **common)
     c = plan.constants
     check_even(plan, rows, n, k)
-    assert c["NUMBERS"] * dtype.itemsize == 4 and c["BLOCK_M"] >= rows and c["BLOCK_N"] % c["NUMBERS"] == 0
-    assert plan.nflags == world * rows * cdiv(n, c["NUMBERS"])
-    if device.type == "cuda":  # every thread has a word, or threads could part
-        assert c["BLOCK_M"] * c["BLOCK_N"] // c["NUMBERS"] >= 32 * plan.num_warps
-        narrow = mm_ar.plan(rows, n, k, world, dtype, reduce_op="sum", bias_dims=0, device=device, small=True, tile=Tile(16, 16, 32, 8, 2))
-        assert 16 * 16 // c["NUMBERS"] >= 32 * narrow.num_warps
-    chosen = mm_ar.plan(rows, n, k, world, dtype, reduce_op="sum", bias_dims=0, device=device)
-    assert (chosen.constants == c) == (rows * n * dtype.itemsize <= mm_ar.SMALL_BYTES)
+    width = cdiv(n, c["BLOCK_N"]) * c["BLOCK_N"]
+    check_blanks(plan, [(rank * rows * width, rows * width) for rank in range(world)], dtype.itemsize)
+    assert c["BLOCK_N"] % c["PIECES"] == 0 and c["BLOCK_N"] // c["PIECES"] >= 16
+    if device.type == "cuda":  # every thread has a number, or threads could part
+        assert c["BLOCK_M"] * c["BLOCK_N"] // c["PIECES"] >= 32 * plan.num_warps
+        narrow = mm_ar.plan(rows, n, k, world, dtype, **common, tile=Tile(16, 16, 32, 16, 2))
+        assert 16 * 16 // narrow.constants["PIECES"] >= 32 * narrow.num_warps
 
 
 @many
-@given(**shapes, hops=st.integers(0, 2))
-def test_sliced_all_reduce(world, rows, n, k, dtype, device, hops):
-    plan = mm_ar.plan(rows, n, k, world, dtype, reduce_op="sum", bias_dims=0, device=device, sliced=True, hops=hops)
+@given(**shapes)
+def test_sliced_all_reduce(world, rows, n, k, dtype, device):
+    plan = mm_ar.plan(rows, n, k, world, dtype, reduce_op="sum", bias_dims=0, device=device, form="sliced")
     c = plan.constants
     assert plan.kernel == ar_sliced.NAME
     check_even(plan, rows, n, k)
@@ -147,49 +160,40 @@ def test_sliced_all_reduce(world, rows, n, k, dtype, device, hops):
     used = min(rows, height)
     places = [(row // r, row % r) for row in range(used)]
     assert len(set(places)) == used and all(owner < world for owner, _ in places) and r <= c["BLOCK_R"]
-    assert c["BLOCK_R"] < 2 * r or (hops == 2 and device.type == "cuda")
+    assert c["BLOCK_R"] < 2 * r or (c["BLOCK_R"] * width == 32 and device.type == "cuda")
     assert width % c["PIECES"] == 0 and width // c["PIECES"] >= 16
-    words = width // c["NUMBERS"]
-    assert c["NUMBERS"] * dtype.itemsize == 4 and (c["EVEN_N"] == (n % width == 0))
-    assert (c["PARTIAL_WIDTH"], c["REDUCED_WIDTH"]) == (words if hops == 2 else width, words if hops else width)
-    if device.type == "cuda" and hops:  # every thread has a word, or threads could part
-        assert height * words // c["PIECES"] >= 32 * plan.num_warps >= 32
-        assert hops == 1 or c["BLOCK_R"] * words >= 32 * plan.num_warps
+    if device.type == "cuda":  # every thread has a number, or threads could part
+        assert height * width // c["PIECES"] >= 32 * plan.num_warps >= 32 and c["BLOCK_R"] * width >= 32 * plan.num_warps
     tiles = cdiv(rows, height) * cdiv(n, width)
-    sums = tiles * height * c["REDUCED_WIDTH"]  # as many numbers or words
-    products = [(tile * world + rank) * r * c["PARTIAL_WIDTH"] for tile in range(tiles) for rank in range(world)]
-    end = products[-1] + r * c["PARTIAL_WIDTH"]
-    if hops == 2:
-        assert plan.nflags == sums + end and plan.nbytes == 0
-    elif hops == 1:
-        assert plan.nflags == sums + tiles * world
-        check_slots(plan, [(start, r * width) for start in products], list(range(plan.nflags)), dtype.itemsize)
-    else:
-        assert plan.nflags == 2 * tiles * world
-        check_slots(plan, [*((start, r * width) for start in products), (end, sums)], list(range(plan.nflags)), dtype.itemsize)
+    products = [((tile * world + rank) * r * width, r * width) for tile in range(tiles) for rank in range(world)]
+    end = tiles * world * r * width
+    check_blanks(plan, [*products, *((end + tile * height * width, height * width) for tile in range(tiles))], dtype.itemsize)
 
 
 @many
 @given(**shapes)
-def test_when_all_reduce_takes_slices(world, rows, n, k, dtype, device):
-    """Many bytes for the few rows, more than two ranks, one tile a program."""
+def test_form_of_all_reduce(world, rows, n, k, dtype, device):
+    """Few bytes: small, two ranks take it for more; one tile a program: sliced. It does not depend on what ranks do not share."""
     common = {"reduce_op": "sum", "bias_dims": 0, "device": device}
     plan = mm_ar.plan(rows, n, k, world, dtype, **common)
-    tiles = cdiv(rows, plan.constants["BLOCK_M"]) * cdiv(n, plan.constants["BLOCK_N"])
-    large = rows * n * dtype.itemsize > mm_ar.SLICED_BYTES and world > 2
-    assert (plan.kernel == ar_sliced.NAME) == (large and rows <= mm_ar.SLICED_ROWS and tiles <= tile_shapes.PROCESSORS)
-    for m, ranks, kernel in ((64, 4, ar_sliced), (256, 8, ar_sliced), (257, 4, mm_ar), (128, 2, mm_ar), (24, 4, mm_ar)):
-        gpu = mm_ar.plan(m, 8192, k, ranks, torch.bfloat16, reduce_op="sum", bias_dims=0, device=DEVICES[1])
-        assert gpu.kernel == kernel.NAME, (m, ranks)
-    for forced in ({"two_shot": True}, {"two_shot": False}, {"sliced": False}, {"small": True} if rows <= 16 else {"sliced": False}):
-        assert mm_ar.plan(rows, n, k, world, dtype, **common, **forced).kernel != ar_sliced.NAME
+    nbytes = rows * n * dtype.itemsize
+    if nbytes <= (1 << 17 if world > 2 else 1 << 20):
+        assert plan.kernel == ar_small.NAME
+    else:
+        tiles = cdiv(rows, plan.constants["BLOCK_M"]) * cdiv(n, plan.constants["BLOCK_N"])
+        assert plan.kernel == (ar_sliced.NAME if tiles <= tile_shapes.PROCESSORS or tiles < world else mm_ar.NAME)
+    gpu = {"reduce_op": "sum", "bias_dims": 0, "device": DEVICES[1]}
+    expected = {(8, 4): ar_small, (9, 4): ar_sliced, (64, 2): ar_small, (65, 2): ar_sliced, (256, 8): ar_sliced, (257, 4): mm_ar}
+    for (m, ranks), kernel in expected.items():
+        assert mm_ar.plan(m, 8192, k, ranks, torch.bfloat16, **gpu).kernel == kernel.NAME, (m, ranks)
 
 
 @many
 @given(**shapes, deep=st.booleans(), splits=st.sampled_from([None, 1]))
 def test_all_gather(world, rows, n, k, dtype, device, deep, splits):
     k = k + 2048 if deep else k
-    plan = ag_mm.plan(rows, n, k, world, dtype, inner=rows, has_bias=False, gather=False, device=device, small=False, splits=splits)
+    form = {"small": False, "splits": splits, "copied": False}
+    plan = ag_mm.plan(rows, n, k, world, dtype, inner=rows, has_bias=False, gather=False, device=device, **form)
     c = plan.constants
     check_even(plan, rows, n, k)
     blocks, chunks, groups = cdiv(rows, c["BLOCK_M"]), c["CHUNKS"], c["GROUPS"]
@@ -355,21 +359,22 @@ def test_small_reduce_scatter(world, rows, n, k, dtype, device):
     tiles_n = cdiv(n, c["BLOCK_N"])
     assert c["TILES_M"] == cdiv(world * rows, c["BLOCK_M"]) and c["BLOCK_R"] >= rows
     slot = rows * tiles_n * c["BLOCK_N"]
-    check_slots(plan, [(source * slot, slot) for source in range(world)], list(range(c["TILES_M"] * tiles_n * world)), dtype.itemsize)
+    check_blanks(plan, [(source * slot, slot) for source in range(world)], dtype.itemsize)
+    assert all(c["BLOCK_N"] % c[pieces] == 0 and c["BLOCK_N"] // c[pieces] >= 16 for pieces in ("PIECES", "SUM_PIECES"))
+    if device.type == "cuda":  # every thread has a number, or threads could part
+        assert c["BLOCK_R"] * c["BLOCK_N"] // c["SUM_PIECES"] >= 32 * plan.num_warps
 
 
-@given(**shapes, steps=st.integers(1, 3), two_shot=st.booleans())
+@given(**shapes, steps=st.integers(1, 3))
 @settings(max_examples=80, deadline=None)
-def test_claims_reach_every_tile_once(world, rows, n, k, dtype, device, steps, two_shot):
+def test_claims_reach_every_tile_once(world, rows, n, k, dtype, device, steps):
     """Every rank sends its product of each tile of the others, sums each of its own, and copies each sum of the others."""
     scatter = mm_rs.plan(world * rows, n, k, world, dtype, inner=rows, reduce_op="sum", bias_dims=0, device=device, small=False)
-    reduce = mm_ar.plan(
-        steps * rows, n, k, world, dtype, reduce_op="sum", bias_dims=0, device=device, two_shot=two_shot, small=False, sliced=False
-    )
+    reduce = mm_ar.plan(steps * rows, n, k, world, dtype, reduce_op="sum", bias_dims=0, device=device, form="two_shot")
     for plan, height in ((scatter, rows), (reduce, steps * rows)):
         c = plan.constants
         tiles = cdiv(height, c["BLOCK_M"]) * cdiv(n, c["BLOCK_N"])
-        if tiles > 2000 or not c.get("TWO_SHOT", True):
+        if tiles > 2000 or "S" not in c:
             continue
         s, every = c["S"], range(tiles)
         rounds = cdiv(tiles, s if plan is scatter else world * s)
@@ -396,7 +401,7 @@ def test_what_ranks_share_does_not_depend_on_what_they_do_not(world, rows, n, k,
     and with them whether the tensor memory accelerator loads it."""
 
     def shared(plan, *local):
-        return plan.nbytes, plan.nflags, plan.signature, {key: v for key, v in plan.constants.items() if key not in local}
+        return plan.needs, plan.signature, {key: v for key, v in plan.constants.items() if key not in local}
 
     def gather(columns, keep, form=""):
         plan = ag_mm.plan(rows, columns, k, world, dtype, inner=rows, has_bias=keep, gather=keep, device=device, tma=form)
@@ -408,7 +413,7 @@ def test_what_ranks_share_does_not_depend_on_what_they_do_not(world, rows, n, k,
     if gather(n, False).kernel == ag_small.NAME:
         local += ("BLOCK_M",)
     assert shared(gather(n, False), *local) == shared(gather(other, True, tma), *local)
-    assert {"CHUNKS", "GROUPS", "SIGNATURE"} <= shared(gather(n, False), *local)[3].keys()
+    assert {"CHUNKS", "GROUPS", "SIGNATURE"} <= shared(gather(n, False), *local)[2].keys()
 
     def reduced(depth, form=""):
         return mm_ar.plan(rows, n, depth, world, dtype, reduce_op="sum", bias_dims=0, device=device, tma=form)
@@ -417,13 +422,12 @@ def test_what_ranks_share_does_not_depend_on_what_they_do_not(world, rows, n, k,
         return mm_rs.plan(world * rows, n, depth, world, dtype, inner=rows, reduce_op="sum", bias_dims=0, device=device, tma=form)
 
     def sliced(depth, form=""):
-        hops = (rows + n) % 3
-        return mm_ar.plan(rows, n, depth, world, dtype, reduce_op="sum", bias_dims=0, device=device, tma=form, sliced=True, hops=hops)
+        return mm_ar.plan(rows, n, depth, world, dtype, reduce_op="sum", bias_dims=0, device=device, tma=form, form="sliced")
 
     for plan in (reduced, scattered, sliced):
         local = ("BLOCK_K", "EVEN", "TMA", "B_ROWS", "SLICE")
         assert shared(plan(k), *local) == shared(plan(max(1, other), tma), *local)
-        assert {"BLOCK_M", "BLOCK_N", "SIGNATURE"} <= shared(plan(k), *local)[3].keys()
+        assert {"BLOCK_M", "BLOCK_N", "SIGNATURE"} <= shared(plan(k), *local)[2].keys()
 
 
 def test_signatures_tell_problems_apart():
@@ -433,8 +437,8 @@ def test_signatures_tell_problems_apart():
     def scatter(m=1024, n=512, inner=256, op="sum", dtype=torch.bfloat16):
         return mm_rs.plan(m, n, 64, 4, dtype, inner=inner, reduce_op=op, bias_dims=0, device=gpu).constants["SIGNATURE"]
 
-    def reduce(m=1024, n=512, op="sum", dtype=torch.bfloat16, two_shot=True):
-        plan = mm_ar.plan(m, n, 64, 4, dtype, reduce_op=op, bias_dims=0, device=gpu, two_shot=two_shot)
+    def reduce(m=1024, n=512, op="sum", dtype=torch.bfloat16, form="two_shot"):
+        plan = mm_ar.plan(m, n, 64, 4, dtype, reduce_op=op, bias_dims=0, device=gpu, form=form)
         return plan.constants["SIGNATURE"]
 
     def gather(rows=256, k=64, inner=256, dtype=torch.bfloat16):
@@ -447,9 +451,9 @@ def test_signatures_tell_problems_apart():
 
     fp16 = torch.float16
     codes = [scatter(), scatter(m=2048), scatter(n=1024), scatter(inner=128), scatter(op="avg"), scatter(dtype=fp16)]
-    codes += [reduce(), reduce(m=2048), reduce(n=1024), reduce(op="avg"), reduce(dtype=fp16), reduce(two_shot=False)]
+    codes += [reduce(), reduce(m=2048), reduce(n=1024), reduce(op="avg"), reduce(dtype=fp16), reduce(form="small")]
     codes += [slices(), slices(m=129), slices(n=8191), slices(op="avg"), slices(dtype=fp16)]
-    codes += [slices(hops=1), slices(hops=2), slices(two_shot=True)]
+    codes += [slices(form="small"), slices(form="two_shot")]
     codes += [gather(), gather(rows=512, inner=512), gather(k=128), gather(inner=128), gather(dtype=fp16)]
     assert len(set(codes)) == len(codes)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 
 import pytest
@@ -9,10 +10,14 @@ import pytest
 from tests.kernels import protocol_model
 from tests.kernels.protocol_model import (
     ADD_LAST,
+    AHEAD,
+    ALL_CAME,
     ALL_ENTERED,
-    ALL_REDUCED,
-    ALL_SENT,
+    ALL_READ,
+    BLANK_AFTER,
+    BLANK_LAST,
     CLEAR_SENDS,
+    CLOSE,
     COUNT_ANEW,
     COUNT_LAST,
     COUNTED,
@@ -20,13 +25,13 @@ from tests.kernels.protocol_model import (
     HELP_FIRST,
     JOIN,
     KEEP_OUT,
-    NO_FLAG,
+    MEET,
+    NO_BLANK,
     NO_SUM,
     PAY_BEFORE_LEAVE,
     PAY_BEFORE_WAIT,
     ROTATION,
     SEND_FIRST,
-    TAG,
     TELL,
     TORN,
     WARN,
@@ -36,12 +41,11 @@ from tests.kernels.protocol_model import (
     all_gather,
     all_gather_copied,
     all_gather_small,
-    one_shot,
-    packed,
     reduce_scatter,
     reduce_scatter_small,
     simulate,
     sliced,
+    small,
     two_shot,
 )
 
@@ -51,16 +55,15 @@ SEQUENCES = {
     "reduce_scatter of two sizes": [reduce_scatter(2, s=2), reduce_scatter(1, size=3), reduce_scatter(3, s=2)] * 2,
     "reduce_scatter, staged": [reduce_scatter(3, staged=True), reduce_scatter(5, s=2, staged=True, size=2)] * 2,
     "reduce_scatter in rounds": [reduce_scatter(2, s=2), reduce_scatter(5, s=2)] * 2,
-    "one-shot all_reduce": [one_shot(3), one_shot(1)] * 2,
     "two-shot all_reduce, a tile a rank": [two_shot(4)] * 4,
     "two-shot all_reduce, ragged": [two_shot(5), two_shot(9, s=2), two_shot(11, s=2)] * 2,
     "two-shot all_reduce, fewer tiles than ranks": [two_shot(1), two_shot(2)] * 2,
-    "packed all_reduce": [packed(3, 2), packed(1)] * 2,
-    "packed all_reduce among flags": [packed(2, 4), one_shot(3), packed(3), two_shot(4), packed(1, 3), all_gather(2, 3)],
+    "small all_reduce": [small(3, 2), small(1)] * 2,
+    "small all_reduce among others": [small(2, 4), reduce_scatter(3), small(3), two_shot(4), small(1, 3), all_gather(2, 3)],
     "sliced all_reduce": [sliced(3, 2), sliced(1)] * 2,
-    "sliced all_reduce among others": [sliced(2), two_shot(4), sliced(3, 2), packed(2), one_shot(2), sliced(1), reduce_scatter(2)],
-    "sliced all_reduce in words": [sliced(3, 2, 1), sliced(2, 2, 2), sliced(3), sliced(1, 1, 2), one_shot(4), sliced(2, 1, 1)],
-    "two-shot then one-shot": [two_shot(4), one_shot(1)] * 2,
+    "sliced all_reduce, fewer rows than ranks": [sliced(2, 2, rows=1), sliced(1, rows=3), small(2), sliced(3, rows=2)],
+    "sliced all_reduce among others": [sliced(2), two_shot(4), sliced(3, 2), small(2), small(3, 2), sliced(1), reduce_scatter(2)],
+    "two-shot then small": [two_shot(4), small(1)] * 2,
     "all_gather": [all_gather(2, 1)] * 4,
     "all_gather in chunks": [all_gather(2, 3), all_gather(1, 2, senders=2)] * 2,
     "all_gather, all programs send first": [all_gather(2, 2, senders=3)] * 4,
@@ -76,8 +79,8 @@ SEQUENCES = {
     "copied all_gather": [all_gather_copied(3), all_gather_copied(2), all_gather_copied(1, (1, 3, 1, 2))] * 2,
     "copied all_gather, no columns on a rank": [all_gather_copied(3, (0, 1, 2, 1), gather=True)] * 4,
     "copied all_gather among others": [
-        *(all_gather_copied(2), reduce_scatter(1), all_gather_copied(3), one_shot(2), packed(2), all_gather_copied(1)),
-        *(sliced(2, hops=1), all_gather_copied(2), all_gather(1, 2), all_gather_copied(2), two_shot(4), reduce_scatter(2)),
+        *(all_gather_copied(2), reduce_scatter(1), all_gather_copied(3), reduce_scatter(2), small(2), all_gather_copied(1)),
+        *(sliced(2), all_gather_copied(2), all_gather(1, 2), all_gather_copied(2), two_shot(4), reduce_scatter(2)),
     ],
 }
 
@@ -98,9 +101,9 @@ def any_kernel(pick, world):
     return pick.choice(
         [
             reduce_scatter(tiles, s, size, staged=gather),
-            one_shot(tiles, size),
-            packed(tiles, size),
-            sliced(tiles, size, pick.randint(0, 2)),
+            small(tiles, size),
+            sliced(tiles, size),
+            sliced(tiles, size, pick.randint(1, world)),
             two_shot(max(tiles, world), 1, size),
             two_shot(max(tiles, world * s), s, size),
             all_gather_small(2 * pick.randint(1, 2), pick.randint(1, 3), columns, pick.randint(1, 2), gather=0 in columns or gather),
@@ -114,7 +117,7 @@ def any_kernel(pick, world):
 
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_no_sequence_of_kernels_races_or_hangs(world):
-    """What one kernel leaves in a half (flags, counts, slots of other sizes) does not disturb the next."""
+    """What one kernel leaves in a half (flags, counts, slots of other sizes, blanks) does not disturb the next."""
     for seed in range(40):
         pick = random.Random(seed)
         kernels = [any_kernel(pick, world) for _ in range(6)]
@@ -127,35 +130,46 @@ BROKEN = [
     (ROTATION, Race, 2, [reduce_scatter(1)] * 4, 1, 1),
     (ROTATION, Race, 3, [reduce_scatter(2)] * 4, 2, 2),
     (ROTATION, Race, 2, [reduce_scatter(2, staged=True)] * 4, 1, 1),
-    (ROTATION, Race, 2, [one_shot(1)] * 4, 1, 1),
     (ROTATION, Race, 2, [two_shot(2), reduce_scatter(3)] * 2, 2, 2),  # two-shot alone has everybody's sums before it ends
-    (ROTATION, Race, 2, [sliced(2), reduce_scatter(3)] * 2, 2, 2),  # the same
     (ROTATION, Race, 2, [all_gather(1, 2)] * 4, 1, 1),
-    (ROTATION, Deadlock, 2, [packed(1)] * 4, 1, 1),  # the words of a launch are gone before they were read
-    (TAG, Race, 2, [packed(1)] * 4, 1, 1),
-    (NO_FLAG, Race, 2, [packed(2), packed(2), one_shot(2)], 1, 1),
-    (SEND_FIRST, Deadlock, 2, [packed(1)], 1, 1),
+    (ROTATION, Race, 2, [small(1)] * 2, 1, 1),
+    (ROTATION, Race, 2, [sliced(1), small(2)], 1, 1),  # sliced alone: as two-shot
+    (ROTATION, Race, 3, [small(2), sliced(1)], 2, 2),
+    (SEND_FIRST, Deadlock, 2, [small(1)], 1, 1),
+    (SEND_FIRST, Deadlock, 2, [sliced(1)], 3, 1),
+    (ALL_CAME, Race, 2, [small(1)], 1, 1),
+    (ALL_CAME, Race, 2, [small(1, 2)], 1, 1),
+    (ALL_CAME, Race, 2, [sliced(1)], 1, 1),
+    (ALL_CAME, Race, 3, [sliced(2)], 2, 2),
+    (BLANK_LAST, Deadlock, 2, [small(1)], 1, 1),
+    (BLANK_LAST, Deadlock, 2, [sliced(1)], 1, 1),
+    (BLANK_AFTER, Race, 2, [small(1)], 1, 1),
+    (BLANK_AFTER, Race, 2, [small(1), reduce_scatter(1), small(1), reduce_scatter(1)], 1, 1),
+    (BLANK_AFTER, Race, 2, [sliced(1)], 1, 1),
+    (ALL_READ, Race, 2, [small(1)], 1, 1),
+    (ALL_READ, Race, 2, [sliced(1)], 1, 1),
+    (NO_BLANK, Deadlock, 2, [small(1, 2)], 1, 1),
+    (NO_BLANK, Deadlock, 2, [sliced(1)], 1, 1),
+    (MEET, Race, 2, [[small(1, op="sum")], [small(1, op="avg")]], 1, 1),
+    (MEET, Race, 3, [[small(1, op="sum")], [small(1, op="sum")], [small(1, op="avg")]], 2, 2),
+    (MEET, Race, 2, [[sliced(1, op="sum")], [sliced(1, op="avg")]], 1, 1),
+    (AHEAD, Deadlock, 2, [small(1)] * 2, 3, 3),
+    (AHEAD, Deadlock, 2, [small(1), sliced(1)], 1, 1),
+    (TELL, Deadlock, 2, [small(1)], 1, 1),
+    (TELL, Deadlock, 2, [sliced(1)], 3, 1),
     (DATA_FIRST, Race, 2, [reduce_scatter(1)], 1, 1),
     (DATA_FIRST, Race, 2, [reduce_scatter(2, staged=True)], 1, 1),
-    (DATA_FIRST, Race, 2, [one_shot(1)], 1, 1),
     (DATA_FIRST, Race, 2, [two_shot(2)], 1, 1),
-    (ROTATION, Race, 2, [sliced(2, hops=2), reduce_scatter(3), sliced(1)] * 2, 2, 2),
-    (TAG, Race, 2, [sliced(1, hops=1)] * 4, 1, 1),
-    (TAG, Race, 2, [sliced(1, hops=2)] * 4, 1, 1),
-    (NO_FLAG, Race, 2, [sliced(2, hops=2), sliced(2, hops=1), one_shot(2)], 1, 1),
-    (DATA_FIRST, Race, 2, [sliced(1)], 1, 1),
-    (DATA_FIRST, Race, 2, [sliced(1, hops=1)], 1, 1),
-    (ALL_SENT, Race, 2, [sliced(1)], 1, 1),
-    (ALL_REDUCED, Race, 3, [sliced(2)], 2, 2),
     (DATA_FIRST, Race, 2, [all_gather(1, 1)], 1, 1),
     (COUNT_LAST, Race, 2, [all_gather(1, 3)], 2, 2),
     (COUNTED, Race, 2, [all_gather(1, 3)], 2, 2),
     (COUNT_ANEW, Deadlock, 2, [all_gather(1, 3)] * 3, 1, 1),  # a count of the launch before the last
-    (COUNT_ANEW, Deadlock, 2, [one_shot(4), one_shot(1), all_gather(1, 2)], 1, 1),  # a stamp in its place
+    (COUNT_ANEW, Deadlock, 2, [reduce_scatter(4), reduce_scatter(1), all_gather(1, 2)], 1, 1),  # a stamp in its place
     (ROTATION, Race, 2, [all_gather_small(2, 2)] * 4, 1, 1),
     (ROTATION, Race, 2, [reduce_scatter_small(1, 1)] * 4, 1, 1),
     (DATA_FIRST, Race, 2, [all_gather_small(1, 1)], 1, 1),
-    (DATA_FIRST, Race, 2, [reduce_scatter_small(1, 1)], 1, 1),
+    (BLANK_AFTER, Race, 2, [reduce_scatter_small(1, 1)] * 4, 1, 1),
+    (ALL_READ, Race, 2, [reduce_scatter_small(2, 1)] * 4, 1, 1),
     (COUNT_LAST, Race, 2, [all_gather_small(1, 3)], 2, 2),
     (COUNTED, Race, 2, [all_gather_small(1, 3)], 2, 2),
     (COUNT_ANEW, Deadlock, 2, [all_gather_small(1, 3)] * 3, 1, 1),
@@ -169,9 +183,7 @@ BROKEN = [
     (PAY_BEFORE_LEAVE, Deadlock, 2, [reduce_scatter(2, staged=True)], 3, 3),
     (PAY_BEFORE_LEAVE, Deadlock, 2, [two_shot(2)], 3, 3),
     (SEND_FIRST, Deadlock, 2, [reduce_scatter(1)], 3, 1),
-    (SEND_FIRST, Deadlock, 2, [one_shot(1)], 3, 1),
     (SEND_FIRST, Deadlock, 2, [two_shot(2)], 3, 1),
-    (SEND_FIRST, Deadlock, 2, [sliced(1)], 3, 1),
     (HELP_FIRST, Deadlock, 2, [all_gather(1, 1)], 2, 1),
     (HELP_FIRST, Deadlock, 4, [all_gather(2, 2)], 3, 2),
     (HELP_FIRST, Deadlock, 2, [all_gather(1, 1, groups=2, senders=0)], 1, 1),
@@ -182,10 +194,10 @@ BROKEN = [
     (TELL, Deadlock, 2, [[reduce_scatter(1)], [all_gather(1, 1, (1, 0))]], 1, 1),
     (TELL, Deadlock, 2, [all_gather_copied(1)], 1, 1),
     (ALL_ENTERED, Race, 2, [all_gather_copied(1)] * 2, 1, 1),
-    (ALL_ENTERED, Race, 4, [all_gather_copied(3), one_shot(1), all_gather_copied(2), all_gather_copied(2)], 3, 3),
+    (ALL_ENTERED, Race, 4, [all_gather_copied(3), reduce_scatter(1), all_gather_copied(2), all_gather_copied(2)], 3, 3),
     (DATA_FIRST, Race, 2, [all_gather_copied(1)], 1, 1),
     (JOIN, Race, 2, [all_gather_copied(2)] * 2, 1, 1),
-    (JOIN, Race, 3, [all_gather_copied(2), one_shot(1)], 3, 3),  # what it follows has written the shard anew
+    (JOIN, Race, 3, [all_gather_copied(2), small(1)], 3, 3),  # what it follows has written the shard anew
 ]
 
 
@@ -195,20 +207,21 @@ def test_the_model_needs_every_rule(rule, error, world, kernels, programs, resid
     for seed in range(300):
         try:
             simulate(seed, world, kernels, programs, resident, without=rule)
-        except (Race, Deadlock) as failure:
+        except (Race, Deadlock, Mismatch) as failure:
             found.add(type(failure))
             if error in found:
                 break
     assert error in found
-    if rule != TELL:  # there the kernels themselves do not match
-        for seed in range(20):
+    matching = not isinstance(kernels[0], list)
+    for seed in range(20):
+        with contextlib.nullcontext() if matching else pytest.raises(Mismatch):
             simulate(seed, world, kernels, programs, resident)
 
 
 # Not two-shot, also in slices: who has ended a launch has everybody's sums, so that all have read their slots.
 @pytest.mark.parametrize(
     "kernel",
-    [reduce_scatter(1), reduce_scatter(2, staged=True), one_shot(1), all_gather(1, 2), all_gather_small(1, 2), reduce_scatter_small(1, 1)],
+    [reduce_scatter(1), reduce_scatter(2, staged=True), small(1), all_gather(1, 2), all_gather_small(1, 2), reduce_scatter_small(1, 1)],
 )
 def test_launches_behind_one_that_gave_up_disturb_nobody(kernel):
     """Rank 2 has ended after launch 1, so rank 0 is told to give up in launch 2, and launch 3 is queued there. Rank 1 may still be in
@@ -224,7 +237,23 @@ def test_launches_behind_one_that_gave_up_disturb_nobody(kernel):
     assert raced
 
 
-@pytest.mark.parametrize("behind", [all_gather_copied(2), one_shot(1)])
+@pytest.mark.parametrize("kernel", [small(1), small(2, 2), sliced(1)])
+def test_launches_behind_one_that_gave_up_at_its_end_send_nothing(kernel):
+    """Rank 0 is told when its programs have left launch 1, which has cleared the counters for launch 2. It ends launch 1 without a result,
+    so launch 2 has nothing to send. Rank 1 would take it (it is told, too, but perhaps later: the model leaves that out)."""
+    raced = 0
+    for seed in range(100):
+        with contextlib.suppress(Deadlock):
+            simulate(seed, 2, [kernel] * 2, 2, 2, told=[(0, 2)])
+        try:
+            with contextlib.suppress(Deadlock):
+                simulate(seed, 2, [kernel] * 2, 2, 2, without=CLOSE, told=[(0, 2)])
+        except Race:
+            raced += 1
+    assert raced
+
+
+@pytest.mark.parametrize("behind", [all_gather_copied(2), small(1)])
 def test_copies_of_a_rank_that_gave_up_spoil_no_result(behind):
     """The same, but copies do not look at what their rank is told: those of launch 2 overwrite rows that rank 1 still reads in launch 1. So
     rank 1 has to throw its result away. It does, too, whichever rank is told first, and in whichever launch."""
@@ -242,23 +271,24 @@ def test_copies_of_a_rank_that_gave_up_spoil_no_result(behind):
             simulate(seed, 3, [copied, copied, behind, copied], 1, 1, told=[(seed % 3, launch)])
 
 
-@pytest.mark.parametrize("hops", [0, 1, 2])
-def test_what_was_not_summed_is_not_sent(hops):
-    """Rank 0 gives up in its first wait: rank 1 hears no flag of a sum from it (and is told, which the model leaves out)."""
+def test_what_was_not_summed_is_not_sent():
+    """Rank 0 gives up in its first wait, unless the product of rank 1 has come: rank 1 gets no sum from it (and is told, which the model
+    leaves out)."""
     raced = 0
     for seed in range(50):
-        with pytest.raises(Deadlock):
-            simulate(seed, 2, [sliced(1, hops=hops)], 1, 1, told=[(0, 1)])
+        with contextlib.suppress(Deadlock):
+            simulate(seed, 2, [sliced(1)], 1, 1, told=[(0, 1)])
         try:
-            simulate(seed, 2, [sliced(1, hops=hops)], 1, 1, without=NO_SUM, told=[(0, 1)])
+            with contextlib.suppress(Deadlock):
+                simulate(seed, 2, [sliced(1)], 1, 1, without=NO_SUM, told=[(0, 1)])
         except Race:
             raced += 1
-    assert raced == 50
+    assert raced
 
 
 def test_every_rule_is_tested():
     rules = {value for name, value in vars(protocol_model).items() if name.isupper() and isinstance(value, str)} - {TORN}
-    assert {rule for rule, *_ in BROKEN} | {KEEP_OUT, NO_SUM, WARN} == rules
+    assert {rule for rule, *_ in BROKEN} | {KEEP_OUT, CLOSE, NO_SUM, WARN} == rules
 
 
 def test_the_model_needs_a_wait_for_every_peer():
@@ -278,11 +308,10 @@ def test_the_model_needs_a_wait_for_every_peer():
     "first",
     [
         reduce_scatter(2),
-        one_shot(2),
-        packed(2),
+        small(2),
         two_shot(2),
         sliced(2),
-        sliced(2, hops=2),
+        sliced(2, rows=1),
         all_gather(1, 2),
         all_gather_small(2, 2),
         all_gather_copied(2),
@@ -291,13 +320,13 @@ def test_the_model_needs_a_wait_for_every_peer():
 @pytest.mark.parametrize(
     "second",
     [
-        *(reduce_scatter(2, size=2), one_shot(3), packed(2, 2), two_shot(3), sliced(3), all_gather(2, 2), all_gather(1, 1, (0, 0))),
-        all_gather_copied(3),
+        *(reduce_scatter(2, size=2), small(3), small(2, 2), small(2, op="avg"), two_shot(3), sliced(3), sliced(2, op="avg")),
+        *(all_gather(2, 2), all_gather(1, 1, (0, 0)), all_gather_copied(3)),
     ],
 )
 def test_ranks_that_run_different_kernels_always_hear_of_it(first, second):
     """Neither a hang nor a wrong result: some rank finds the other stamp. After launches that match, too."""
-    for before in ([], [one_shot(1), one_shot(2)]):
+    for before in ([], [small(1), reduce_scatter(2)]):
         for seed in range(8):
             for programs, resident in RESIDENT:
                 with pytest.raises(Mismatch):

@@ -24,7 +24,7 @@ from torch_triton_dist.runtime import layout
 
 QUICK = 5.0  # seconds; a dead process on the same host is noticed in far less
 SLICED = "matmul_all_reduce_sliced"
-WORDS = "matmul_all_reduce_sliced in words"
+TWO_SHOT = "matmul_all_reduce in rounds"
 COPIED = "all_gather_matmul by copies"
 
 
@@ -33,9 +33,9 @@ def fused_op(op: str, group: str, rows: int = 32) -> torch.Tensor:
     import torch_triton_dist.ops  # noqa: F401
 
     ops = torch.ops.torch_triton_dist
-    x, weight = torch.ones(rows, 16), torch.ones(16, 48)
-    if op in (SLICED, WORDS):
-        return mm_ar.run(x, weight, "sum", group, group_size(group), None, sliced=True, hops=2 if op == WORDS else 0)
+    x, weight = torch.ones(rows, 16), torch.ones(16, 200 if op == TWO_SHOT else 48)  # rounds need several tiles
+    if op in (SLICED, TWO_SHOT):
+        return mm_ar.run(x, weight, "sum", group, group_size(group), None, form="sliced" if op == SLICED else "two_shot")
     if op == COPIED:
         return ag_mm.run(x, weight, rows, group, group_size(group), None, False, copied=True)[0]
     if op == "all_gather_matmul":
@@ -47,7 +47,7 @@ def fused_op(op: str, group: str, rows: int = 32) -> torch.Tensor:
 
 def kernel_of(op: str) -> str:
     """What an error calls it."""
-    return "matmul_all_reduce" if op in (SLICED, WORDS) else op.split()[0]
+    return "matmul_all_reduce" if op in (SLICED, TWO_SHOT) else op.split()[0]
 
 
 def expected(op: str, world: int) -> float:
@@ -90,9 +90,9 @@ def dies_between_two_ops(rank: int, world: int, how: str, op: str, rows: int) ->
         ("_exit", "all_gather_matmul", 32),
         ("SIGKILL", COPIED, 32),
         ("SIGKILL", "matmul_all_reduce", 32),
-        ("SIGKILL", "matmul_all_reduce", 8),  # packed words
+        ("SIGKILL", "matmul_all_reduce", 8),
         ("SIGKILL", SLICED, 100),
-        ("SIGKILL", WORDS, 100),
+        ("SIGKILL", TWO_SHOT, 200),
     ],
 )
 def test_a_rank_that_dies_between_two_ops(how, op, rows):
@@ -176,7 +176,7 @@ def sleeps(rank: int, world: int, op: str, rows: int) -> list:
         ("matmul_all_reduce", 32),
         ("matmul_all_reduce", 8),
         (SLICED, 100),
-        (WORDS, 100),
+        (TWO_SHOT, 200),
     ],
 )
 def test_deadline_then_reset(ranks2, op, rows):
@@ -225,7 +225,7 @@ def other_shapes(rank: int, world: int, op: str, seen: tuple[int, ...], rows: tu
         pytest.param((8, 32), (32, 8), id="neither is new, few rows and more"),
     ],
 )
-@pytest.mark.parametrize("op", ["all_gather_matmul", COPIED, "matmul_reduce_scatter", "matmul_all_reduce", SLICED, WORDS])
+@pytest.mark.parametrize("op", ["all_gather_matmul", COPIED, "matmul_reduce_scatter", "matmul_all_reduce", SLICED, TWO_SHOT])
 def test_ranks_that_run_different_shapes(ranks2, op, seen, rows):
     for text, reason, seconds, values in ranks2.run(other_shapes, op, seen, rows):
         assert "the ranks run different kernels" in text and reason in ("mismatch", "aborted"), text

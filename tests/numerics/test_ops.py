@@ -34,18 +34,16 @@ class Case:
     reduce_op: str = "sum"
     layout: str = "plain"
     dtype: torch.dtype = torch.float32
-    two_shot: bool = False
+    form: str = ""  # of an all-reduce, whatever its size
     staged: bool = False
-    sliced: bool = False
-    hops: int = 0  # of the sliced form that go in words
     groups: int = 1  # of columns of an all-gather that are waited for apart
     splits: int = 1  # parts of its last tiles
     copied: bool = False  # rows are brought by copies
 
     def __str__(self) -> str:
-        details = [self.reduce_op] * (self.op != AG) + ["bias"] * any(self.biases) + ["two_shot"] * self.two_shot
+        details = [self.reduce_op] * (self.op != AG) + ["bias"] * any(self.biases) + [self.form] * bool(self.form)
         details += [f"{self.groups}groups_in_{self.splits}"] * (self.groups > 1)
-        details += ["copied"] * self.copied + ["staged"] * self.staged + ["sliced"] * self.sliced + ["words", "all_words"][: self.hops]
+        details += ["copied"] * self.copied + ["staged"] * self.staged
         return "-".join([self.op, "x".join(map(str, self.shape)), f"dim{self.dim}", self.layout, *details])
 
 
@@ -71,19 +69,21 @@ CASES = [
     Case(RS, (200, 70), (150,), biases=(True,), staged=True),
     Case(RS, (3, 50, 1100), (80,), dim=1, reduce_op="avg", layout="transposed", staged=True),
     Case(AR, (37, 70), (45,), biases=(True,), reduce_op="avg"),
-    Case(AR, (5, 70), (45,), biases=(True,), reduce_op="avg"),  # packed words, up to 16 rows
+    Case(AR, (5, 70), (45,), biases=(True,), reduce_op="avg"),  # up to 16 rows
     Case(AR, (2, 1, 3, 300), (128,), layout="transposed"),
     Case(AR, (16, 33), (201,), biases=(True,)),
     Case(AR, (3, 10, 48), (80,), layout="transposed"),
     Case(AR, (2, 3, 5, 33), (64,), biases=(True,), layout="strided"),
     Case(AR, (2, 16, 64), (128,), layout="offset"),
-    Case(AR, (3, 40, 40), (200,), layout="expanded", biases=(True,), two_shot=True),
-    Case(AR, (128, 70), (128,), reduce_op="avg", two_shot=True),
-    Case(AR, (37, 70), (45,), biases=(True,), reduce_op="avg", sliced=True),
-    Case(AR, (2, 50, 300), (150,), layout="transposed", sliced=True),
-    Case(AR, (64, 70), (128,), biases=(True,), layout="strided", sliced=True),
-    Case(AR, (37, 70), (45,), biases=(True,), reduce_op="avg", sliced=True, hops=1),
-    Case(AR, (2, 50, 300), (151,), layout="transposed", sliced=True, hops=2),
+    Case(AR, (3, 40, 40), (200,), layout="expanded", biases=(True,), form="two_shot"),
+    Case(AR, (128, 70), (128,), reduce_op="avg", form="two_shot"),
+    Case(AR, (37, 70), (45,), biases=(True,), reduce_op="avg", form="sliced"),
+    Case(AR, (2, 50, 300), (150,), layout="transposed", form="sliced"),
+    Case(AR, (64, 70), (128,), biases=(True,), layout="strided", form="sliced"),
+    Case(AR, (2, 75, 300), (151,), layout="transposed", form="sliced"),
+    Case(AR, (37, 70), (45,), biases=(True,), reduce_op="avg", form="small"),
+    Case(AR, (2, 75, 300), (151,), layout="transposed", form="small"),
+    Case(AR, (150, 70), (128,), biases=(True,), form="two_shot"),
 ]
 
 
@@ -127,11 +127,10 @@ def call(case: Case, x, weights, biases, group: str) -> list[torch.Tensor]:
         return [out.view(*x.shape[: case.dim], x.shape[case.dim] // world, *x.shape[case.dim + 1 : -1], out.shape[-1])]
     if case.op == RS:
         return [ops.matmul_reduce_scatter(x, weights[0], case.dim, case.reduce_op, group, bias=bias)]
-    if case.two_shot or case.sliced:  # whatever the size and the number of ranks
+    if case.form:
         rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
         rows_bias = bias if bias is None or bias.dim() == 1 else bias.reshape(rows.shape[0], -1)
-        form = {"two_shot": True} if case.two_shot else {"sliced": True, "hops": case.hops}
-        out = mm_ar.run(rows, weights[0], case.reduce_op, group, dist.get_world_size(), rows_bias, **form)
+        out = mm_ar.run(rows, weights[0], case.reduce_op, group, dist.get_world_size(), rows_bias, form=case.form)
         return [out.view(*x.shape[:-1], out.shape[-1])]
     return [ops.matmul_all_reduce(x, weights[0], case.reduce_op, group, bias=bias)]
 
@@ -206,8 +205,8 @@ def test_more_ranks(world):
         *(Case(op, (rows, 96), (80,), biases=(True,)) for op in (AG, RS) for rows in (33, 2)),
         Case(AG, (33, 1100), (80,), groups=2, splits=2),
         Case(AG, (70, 100), (80,), copied=True),
-        *(Case(AR, (rows, 96), (80,), two_shot=rows > 100) for rows in (130, 5)),
-        *(Case(AR, (rows, 96), (80,), dtype=DTYPES[hops], sliced=True, hops=hops) for hops, rows in enumerate((7, 130, 41))),
+        *(Case(AR, (rows, 96), (80,), form="two_shot" if rows > 100 else "") for rows in (130, 5)),
+        *(Case(AR, (rows, 96), (80,), dtype=dtype, form="sliced") for dtype, rows in zip(DTYPES, (7, 130, 41), strict=True)),
     ]
     with RankPool(world) as pool:
         for case in many_and_few[:: 2 if world == 8 else 1]:  # eight compile each kernel for a long time
@@ -231,34 +230,32 @@ def test_any_number_of_programs(ranks2, case, num_programs):
         check_accuracy([of_rank[output] for of_rank in by_rank], case.dtype, f"{case}, output {output}")
 
 
-def two_shot_by_size(rank: int, world: int) -> tuple[list, list[str]]:
-    """520 x 520 fp32 is just above the size at which four ranks take the two-shot algorithm by themselves, 32 x 520 is below, and 16 x 520
-    goes in packed words. 256 x 520 goes in slices."""
+def forms_by_size(rank: int, world: int) -> tuple[list, list[str]]:
+    """520 x 520 fp32 goes in slices, and 760 x 760 has more tiles than programs are counted on; 60 x 520 is few bytes for four ranks."""
     chosen = []
     real = mm_ar.plan
 
     def plan(*args, **kwargs):
         plan = real(*args, **kwargs)
-        chosen.append(f"{plan.kernel} {plan.constants.get('TWO_SHOT', '')}".strip())
+        chosen.append(plan.kernel)
         return plan
 
     mm_ar.plan = plan
     try:
-        found = run_case(rank, world, Case(AR, (520, 16), (520,)))
-        run_case(rank, world, Case(AR, (32, 16), (520,)))
-        run_case(rank, world, Case(AR, (16, 16), (520,)))
-        found += run_case(rank, world, Case(AR, (256, 16), (520,)))
+        found = [run_case(rank, world, Case(AR, (rows, 16), (columns,)))[0] for rows, columns in SIZES]
     finally:
         mm_ar.plan = real
     return found, chosen
 
 
-def test_two_shot_by_size(ranks4):
-    answers = ranks4.run(two_shot_by_size)
-    for index, what in enumerate(("520 x 520", "256 x 520")):
-        check_accuracy([found[index] for found, _ in answers], torch.float32, what)
-    expected = [f"{mm_ar.NAME} True", f"{mm_ar.NAME} False", f"{mm_ar.NAME}_small", f"{mm_ar.NAME}_sliced"]
-    assert [chosen for _, chosen in answers] == [[name for name in expected for _ in range(2)]] * 4
+SIZES = {(520, 520): f"{mm_ar.NAME}_sliced", (760, 760): mm_ar.NAME, (60, 520): f"{mm_ar.NAME}_small"}
+
+
+def test_forms_by_size(ranks4):
+    answers = ranks4.run(forms_by_size)
+    for index, what in enumerate(SIZES):
+        check_accuracy([found[index] for found, _ in answers], torch.float32, f"{what}")
+    assert [chosen for _, chosen in answers] == [[name for name in SIZES.values() for _ in range(2)]] * 4
 
 
 def bias_of_full_size(rank: int, world: int, case: Case) -> list:
@@ -269,10 +266,10 @@ def bias_of_full_size(rank: int, world: int, case: Case) -> list:
     return errors(exact(case, x, weights, [bias], rank, world)[0], ours, theirs)
 
 
-@pytest.mark.parametrize(("op", "sliced"), [(RS, False), (AR, False), (AR, True)])
+@pytest.mark.parametrize(("op", "form"), [(RS, ""), (AR, ""), (AR, "sliced"), (AR, "two_shot")])
 @pytest.mark.parametrize("layout", ["plain", "transposed"])
-def test_bias_of_full_size(ranks, op, layout, sliced):
-    case = Case(op, (2, 10, 33), (45,), dim=1, biases=(True,), layout=layout, dtype=torch.bfloat16, sliced=sliced)
+def test_bias_of_full_size(ranks, op, layout, form):
+    case = Case(op, (2, 10, 33), (45,), dim=1, biases=(True,), layout=layout, dtype=torch.bfloat16, form=form)
     check_accuracy(ranks.run(bias_of_full_size, case), case.dtype, str(case))
 
 
@@ -332,10 +329,10 @@ def test_columns_may_differ_in_compiled_code():
     assert run_ranks(compiled_uneven_columns, 2, timeout=120) == [[((12, 5), 1), ((12, 0), 1)], [((12, 0), 1), ((12, 0), 1)]]
 
 
-def uneven_depth(rank: int, world: int, op: str, depths: tuple[int, ...], form: str) -> list:
+def uneven_depth(rank: int, world: int, op: str, depths: tuple[int, ...], kind: str) -> list:
     """x @ weight with another depth on each rank: a rank with none contributes zeros, or its bias."""
     k = depths[rank]
-    case = Case(op, (2, 16, k), (48,), dim=1, biases=(True,), two_shot=form == "two_shot", sliced=form == "sliced")
+    case = Case(op, (2, 16, k), (48,), dim=1, biases=(True,), form=kind)
     found = []
     for step in range(3):
         x = numbers(rank, 2, 16 * (world if op == RS else 1), k, dtype=torch.float32, seed=step)
@@ -464,16 +461,16 @@ def test_wrong_input(ranks2):
     ranks2.run(messages)
 
 
-def words_among_flags(rank: int, world: int, launches: int) -> list:
-    """Kernels that look for flags where others have left words, and the other way round; every result is that of the first time."""
+def kernels_in_turns(rank: int, world: int, launches: int) -> list:
+    """Kernels that use the memory of the others, flags, slots and blanks; every result is that of the first time."""
     cases = [
         Case(AR, (5, 70), (45,)),
         Case(AR, (37, 70), (45,)),
         Case(AG, (4, 2100), (70,)),
         Case(AR, (16, 33), (201,)),
         Case(RS, (37, 70), (45,)),
-        Case(AR, (40, 40), (200,), two_shot=True),
-        *(Case(AR, (50, 40), (200,), sliced=True, hops=hops) for hops in (1, 0, 2)),
+        Case(AR, (40, 40), (200,), form="two_shot"),
+        Case(AR, (50, 40), (200,), form="sliced"),
         Case(AG, (20, 1100), (70,)),
         Case(AG, (20, 1100), (70,), groups=2, splits=2),
         Case(AG, (70, 100), (70,), copied=True),
@@ -489,5 +486,5 @@ def words_among_flags(rank: int, world: int, launches: int) -> list:
     return [differ, len(results) == len(cases)]
 
 
-def test_words_among_flags(ranks2):
-    assert ranks2.run(words_among_flags, 300) == [[0, True]] * 2
+def test_kernels_in_turns(ranks2):
+    assert ranks2.run(kernels_in_turns, 300) == [[0, True]] * 2

@@ -259,15 +259,17 @@ def test_layout():
         "RANK WORLD LAUNCH CLAIM TICKET TIMEOUT_NS ABORT RECORDED ERROR FLAGS_STRIDE DATA_START DATA_STRIDE GENERATION"
     )
     assert [getattr(layout, name) for name in words_in_order.split()] == list(range(13))
-    assert (layout.CLOCK, layout.SEND, layout.HEAPS) == (13, 14, 16)
-    assert layout.context_words(4) == 28 and [layout.entered(4, rank) for rank in range(4)] == [24, 25, 26, 27]
+    last = (layout.CLOCK, layout.SEND, layout.HEAP_BYTES, layout.BLANKS_START, layout.BLANKS_STRIDE, layout.HEAPS)
+    assert last == (13, 14, 15, 16, 17, 18)
+    assert layout.context_words(4) == 30 and [layout.entered(4, rank) for rank in range(4)] == [26, 27, 28, 29]
     for world in (1, 2, 8, 64, 1024):
         assert layout.record_offset(world) >= layout.WORD * layout.context_words(world)
         assert layout.control_bytes(world) >= layout.record_offset(world) + layout.WORD * layout.RECORD_WORDS
         assert layout.control_bytes(world) >= layout.CONTROL_BYTES and layout.control_bytes(world) % layout.ALIGNMENT == 0
     for nbytes, nflags in ((0, 0), (1, 1), (256, 32), (257, 33)):
-        for area in (0, 300):
-            flags, start, data, landing, total = layout.heap_layout(layout.Needs(nbytes, nflags, area))
-            assert flags >= 8 * nflags and data >= nbytes and start == 2 * flags and landing == start + 2 * data
+        for area, blanks in ((0, 0), (300, 0), (0, 300), (300, 300)):
+            flags, start, data, first, stride, landing, total = layout.heap_layout(layout.Needs(nbytes, nflags, area, blanks))
+            assert flags >= 8 * nflags and data >= nbytes and start == 2 * flags and first == start + 2 * data
+            assert stride >= blanks and landing == first + 2 * stride and (stride > 0) == (blanks > 0)
             assert total - landing >= area and (total > landing) == (area > 0)
-            assert flags % layout.ALIGNMENT == data % layout.ALIGNMENT == total % layout.ALIGNMENT == 0
+            assert {flags % layout.ALIGNMENT, data % layout.ALIGNMENT, stride % layout.ALIGNMENT, total % layout.ALIGNMENT} == {0}

@@ -303,7 +303,7 @@ def variants(op: str) -> list[Variant]:
 
 def algorithm(case: Case, world: int, dtype: torch.dtype, device: torch.device) -> str:
     """What the public operator chooses for a case: algorithm and tile."""
-    from ..kernels import all_gather_matmul, matmul_all_reduce, matmul_all_reduce_sliced, matmul_reduce_scatter
+    from ..kernels import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 
     m, k, n, common = case.m, case.k, case.n, {"device": device}
     if case.op == AG:
@@ -313,10 +313,8 @@ def algorithm(case: Case, world: int, dtype: torch.dtype, device: torch.device) 
     else:
         plan = matmul_all_reduce.plan(m, n, k, world, dtype, reduce_op="sum", bias_dims=0, **common)
     constants = plan.constants
-    if plan.kernel == matmul_all_reduce_sliced.NAME:
-        kind = "sliced "
-    elif plan.landing:
-        kind = "copied "
-    else:
-        kind = "packed " if "NUMBERS" in constants else {True: "two-shot ", False: "one-shot ", None: ""}[constants.get("TWO_SHOT")]
+    forms = [name for name in ("sliced", "small") if plan.kernel.endswith(name)]
+    forms += ["copied"] if plan.landing else []
+    forms += ["two-shot"] if case.op == AR and not forms else []
+    kind = "".join(f"{form} " for form in forms)
     return kind + "x".join(str(constants[f"BLOCK_{letter}"]) for letter in "MNK")

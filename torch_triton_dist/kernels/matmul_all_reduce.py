@@ -1,12 +1,11 @@
 """GEMM + all-reduce: every rank multiplies its shard of K, the partial products are summed over the ranks, all ranks get the sum.
 
+Three kernels: `matmul_all_reduce_small`, one-shot, for few bytes; `matmul_all_reduce_sliced`, two-shot, where no program has a second
+tile; and the one here, two-shot, where they have.
+
 Symbols: M, N, K as in x [M, K] @ weight [K, N] on each rank; W ranks; T = tiles_m * tiles_n tiles of BLOCK_M x BLOCK_N.
 
-Protocol, one-shot (few bytes, or two ranks)
-    claims 0 .. T-1: compute tile t, store it into slot [t][me] of every other rank's heap, raise flag [t][me] there; then wait for the
-    flags [t][.] of all ranks, add their slots to the own product; epilogue; store
-
-Protocol, two-shot (2/W of the bytes), in rounds of W*S tiles, S for each rank as their owner; l counts the tiles of an owner
+Protocol, in rounds of W*S tiles, S for each rank as their owner; l counts the tiles of an owner
     send  tiles of the other owners, those of rank me+1 first: compute, store into slot [l][d] of the owner, raise its flag [l][d],
           d = (owner - me) mod W - 1
     sum   own tiles: compute, wait for the flags [l][.] of all other ranks, add their slots; round; store the sum into `reduced` [t] of
@@ -14,23 +13,22 @@ Protocol, two-shot (2/W of the bytes), in rounds of W*S tiles, S for each rank a
     copy  tiles of the other owners: wait for flag `reduced` [t]; epilogue; store
     Claims go: send 0; send 1, sum 0; then send g, sum g-1, copy g-2 for every round g: what a rank waits for was sent a round ago.
 
-In two-shot, a program raises the flags of a tile when it has computed its next one: by then the stores have arrived, and the release
-has nothing to wait for. It owes the flags of one tile at most, and pays before it waits or ends.
+A program raises the flags of a tile when it has computed its next one: by then the stores have arrived, and the release has nothing to
+wait for. It owes the flags of one tile at most, and pays before it waits or ends.
 
-Example, two-shot: W=2, T=4, S=1: rounds {0, 1} and {2, 3}; rank 0 owns 0 and 2. Its claims: send 1, send 3, sum 0, sum 2, copy 1, copy 3.
+Example: W=2, T=4, S=1: rounds {0, 1} and {2, 3}; rank 0 owns 0 and 2. Its claims: send 1, send 3, sum 0, sum 2, copy 1, copy 3.
 
 Why it cannot deadlock: claims are handed out in order, and all ranks have the same order of kinds: send 0, send 1, sum 0, send 2, sum 1,
-copy 0, .... A claim waits only for claims of the peers of an earlier kind: sum g for send g, copy g for sum g (one-shot: tile t for the
-sends of tile t, which come before its waits and, on every rank, behind tiles < t only). So the first unfinished kind of all ranks is
-never blocked, also with a single resident program.
+copy 0, .... A claim waits only for claims of the peers of an earlier kind: sum g for send g, copy g for sum g. So the first unfinished
+kind of all ranks is never blocked, also with a single resident program.
 
 Why it cannot race: flags of launch n are set to its stamp and waited for (NOTE [stamps] in language/core.py). Slots of launch n lie in
 half n % 2 and are written again in launch n+2 at the earliest. A rank starts launch n+2 after its own launch n+1, in which it has seen a
-flag n+1 of every peer (one-shot: in every tile; two-shot: in round 0 it owns S >= 1 tiles, since T >= W is required). A peer raises flag
-n+1 after its own launch n has ended, so nobody reads the half of n any more. Partials, reduced tiles and their flags are disjoint.
+flag n+1 of every peer (in round 0 it owns S >= 1 tiles, since T >= W is required). A peer raises flag n+1 after its own launch n has ended,
+so nobody reads the half of n any more. Partials, reduced tiles and their flags are disjoint.
 
-All ranks get the same bits, the same from run to run: one-shot adds the rounded products of ranks 0 .. W-1 in fp32 everywhere; in two-shot
-the owner alone adds (its own product first, then ranks me+1, me+2, ..., in fp32) and rounds once.
+All ranks get the same bits, the same from run to run: the owner alone adds (its own product first, then ranks me+1, me+2, ..., in fp32)
+and rounds once.
 """
 
 from __future__ import annotations
@@ -44,13 +42,9 @@ from .tiles import PROCESSORS, TMA_ROWS, Tile, choose_tile, few_rows_tile, piece
 NAME = "matmul_all_reduce"
 KERNEL_ID = 3
 
-# Rows, and bytes of the result, up to which `matmul_all_reduce_small` is faster.
-SMALL_ROWS = 16
-SMALL_BYTES = 1 << 17
-# Rows up to which, and bytes of the result from which on `matmul_all_reduce_sliced` is faster for more than two ranks, if no program has a
-# second tile: nothing hides its waits.
-SLICED_ROWS = 256
-SLICED_BYTES = 3 << 17
+SMALL_BYTES = 1 << 17  # of the result, up to which `matmul_all_reduce_small` is faster
+SMALL_BYTES_OF_TWO = 1 << 20  # of two ranks, to which it sends no more than the others do
+SLICED_TMA_ROWS = 128  # rows of a tile from which on making descriptors pays in `matmul_all_reduce_sliced`
 
 SOURCE = r"""
 {{def_kernel(*INPUTS)}}
@@ -71,7 +65,6 @@ SOURCE = r"""
     a_desc = tl.make_tensor_descriptor(A, [M, K], [{{stride("A", 0)}}, 1], [BLOCK_M, BLOCK_K])
     b_desc = descriptor_of_b(B, K, N, {{stride("B", 0)}}, {{stride("B", 1)}}, BLOCK_N, BLOCK_K, B_ROWS)
 {% endif %}
-{% if TWO_SHOT %}
     rounds = tl.cdiv(tiles, WORLD * S)
     partials = rounds * S * (WORLD - 1)
     reduced_flags = flags + partials
@@ -79,26 +72,18 @@ SOURCE = r"""
     owed = -1  # tile whose flags this program has to raise yet: of its product at one rank, or of its sum at all others (-1)
     debtor = 0
     claims = rounds * (2 * WORLD - 1) * S
-{% else %}
-    claims = tiles
-{% endif %}
 
     while claim < claims:
-{% if TWO_SHOT %}
         round, place, copying = all_reduce_step(claim, rounds, S, WORLD)
         owner = (me + 1 + place // S) % WORLD
         local = round * S + place % S
         tile = (round * WORLD + owner) * S + place % S
-{% else %}
-        tile = claim
-{% endif %}
-        if {{"tile < tiles" if TWO_SHOT else "True"}}:  # the last round may have gaps
+        if tile < tiles:  # the last round may have gaps
             tile_m, tile_n = swizzle(tile, tiles_m, tiles_n, GROUP_M)
             rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
             cols = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
             row_mask = rows < M
             idx_m = rows[:, None].to(INDEX_DTYPE)
-{% if TWO_SHOT %}
             if copying:
                 if owed >= 0:
                     pay(flags, reduced_flags, owed, debtor, stamp, WORLD, CTX)
@@ -108,9 +93,6 @@ SOURCE = r"""
                 product = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
                 sound = True
             else:
-{% else %}
-            if True:
-{% endif %}
 {% if TMA %}
                 product = matmul_tile_tma(
                     a_desc, b_desc, tile_m * BLOCK_M, tile_n * BLOCK_N, K, BLOCK_M, BLOCK_N, BLOCK_K, B_ROWS, INPUT_PRECISION
@@ -122,7 +104,6 @@ SOURCE = r"""
                     BLOCK_M, BLOCK_N, BLOCK_K, EVEN, INPUT_PRECISION,
                 )
 {% endif %}
-{% if TWO_SHOT %}
                 if owed >= 0:
                     pay(flags, reduced_flags, owed, debtor, stamp, WORLD, CTX)
                     owed = -1
@@ -140,16 +121,13 @@ SOURCE = r"""
                     if sound:
                         owed = tile
                         debtor = -1
-{% else %}
-            first = (tile * WORLD).to(tl.int64) * (BLOCK_M * BLOCK_N)
-{% endif %}
             parts = columns_apart(product, BLOCK_M, BLOCK_N, PIECES)
             for piece in tl.static_range(PIECES):
                 part = parts[piece]
                 idx_n = (tile_n * BLOCK_N + piece * (BLOCK_N // PIECES) + tl.arange(0, BLOCK_N // PIECES))[None, :]
                 mask = row_mask[:, None] & (idx_n < N)
 {% if BIAS_DIMS %}
-                if {{"copying == 0" if TWO_SHOT else "True"}}:
+                if copying == 0:
 {% if BIAS_DIMS == 1 %}
                     part += tl.load(BIAS + idx_n * {{stride("BIAS", 0)}}, mask=idx_n < N, other=0.0).to(tl.float32)
 {% else %}
@@ -157,7 +135,6 @@ SOURCE = r"""
                     part += tl.load(BIAS + bias_offsets, mask=mask, other=0.0).to(tl.float32)
 {% endif %}
 {% endif %}
-{% if TWO_SHOT %}
                 in_piece = piece * (BLOCK_N // PIECES) + in_tile
                 if copying:
                     part = tl.load(here + in_piece, mask=mask, other=0.0).to(tl.float32)
@@ -172,41 +149,25 @@ SOURCE = r"""
                             remote = dl.symm_at(reduced_slots, (me + i) % WORLD, alignment=16, ctx=CTX)
                             tl.store(remote + tile.to(tl.int64) * (BLOCK_M * BLOCK_N) + in_piece, part.to(DTYPE), mask=mask)
                 if copying | (owner == me):
-{% else %}
-                sent = part.to(DTYPE)
-                for i in tl.static_range(1, WORLD):
-                    remote = dl.symm_at(slots, (me + i) % WORLD, alignment=16, ctx=CTX) + first + me * (BLOCK_M * BLOCK_N)
-                    tl.store(remote + in_tile, sent, mask=mask)
-                dl.notify_all(flags + tile * WORLD + me, stamp, WORLD, ctx=CTX)
-                claim = dl.claim(ctx=CTX)  # while the products travel
-                token = dl.wait_all(flags + tile * WORLD, stamp, KERNEL_ID, WORLD, ctx=CTX)
-                here = dl.consume_token(slots + first, token)
-                part = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-                for source in range(WORLD):
-                    if source == me:
-                        part += sent.to(tl.float32)
-                    else:
-                        part += tl.load(here + source * (BLOCK_M * BLOCK_N) + in_tile, mask=mask, other=0.0).to(tl.float32)
-                part = part * SCALE
-                if True:
-{% endif %}
                     {{store_output(("idx_m", "idx_n"), "part", "mask", indent_width=20, val_shape=("BLOCK_M", "BLOCK_N // PIECES"))}}
-{% if TWO_SHOT %}
         claim = dl.claim(ctx=CTX)
     if owed >= 0:
         pay(flags, reduced_flags, owed, debtor, stamp, WORLD, CTX)
-{% endif %}
     dl.leave(ctx=CTX)
 """
-
-# Bytes of the result above which reduce-scatter and push of the sums beats pushing every partial product to everybody. Two ranks send as
-# much either way; there two-shot wins when programs have several tiles, since its sums travel while the next tile is computed.
-TWO_SHOT_BYTES = 1 << 19
 
 
 def inputs(has_bias: bool) -> list[str]:
     """Names of the kernel's tensor arguments, in order."""
     return ["A", "B", *(["BIAS"] if has_bias else []), "CTX"]
+
+
+def choose_form(nbytes: int, tiles: int, world: int) -> str:
+    """The form for a result of `nbytes` bytes in `tiles` tiles. Where no program has a second tile, nothing hides the waits of this kernel;
+    and it is then that all may sum."""
+    if nbytes <= (SMALL_BYTES_OF_TWO if world == 2 else SMALL_BYTES):
+        return "small"
+    return "sliced" if tiles <= PROCESSORS else "two_shot"
 
 
 def plan(
@@ -219,52 +180,38 @@ def plan(
     reduce_op: str,
     bias_dims: int,
     device: torch.device,
-    two_shot: bool | None = None,
     tma: str = "",
     tile: Tile | None = None,
-    small: bool | None = None,
-    sliced: bool | None = None,
-    hops: int | None = None,
+    form: str = "",
 ) -> Plan:
-    """Plan for x [m, k] @ weight [k, n] (k per rank) over `world` ranks. two_shot forces the algorithm (None: by size); tma: see
-    `tma_form`; tile: another one than `choose_tile`'s, the same on all ranks; small, sliced: whether it is a plan for
-    `matmul_all_reduce_small`, `matmul_all_reduce_sliced` (None: by rows, bytes and tiles); hops: see `matmul_all_reduce_sliced.plan`."""
-    free = two_shot is None and not sliced and hops is None  # to choose the packed words
-    if small is None:
-        small = m <= SMALL_ROWS and m * n * dtype.itemsize <= SMALL_BYTES and free and (tile is None or m <= tile.m)
-    if small:
-        return matmul_all_reduce_small.plan(
-            m, n, k, world, dtype, reduce_op=reduce_op, bias_dims=bias_dims, device=device, tile=tile
-        )
-    if tile is None and m < 1024:
+    """Plan for x [m, k] @ weight [k, n] (k per rank) over `world` ranks. tma: see `tma_form`; tile: another one than `choose_tile`'s, the
+    same on all ranks; form: "small", "sliced" (the kernels of that name), "two_shot" (the one here; "sliced" where ranks would own no
+    tile), or "", by `choose_form`."""
+    if tile is None and (m < 1024 or cdiv(m, 128) * cdiv(n, 128) <= PROCESSORS):
         tile = few_rows_tile(m, n, k, dtype, device.type, gathered=False, wide=False)
     tile = tile or choose_tile(m, m, n, k, dtype, device.type)
-    tma = tma if tile.m >= TMA_ROWS else ""
     tiles = cdiv(m, tile.m) * cdiv(n, tile.n)
-    if sliced is None:
-        large = world > 2 and m * n * dtype.itemsize > SLICED_BYTES
-        sliced = two_shot is None and large and m <= SLICED_ROWS and tiles <= PROCESSORS
-    if sliced:
-        return matmul_all_reduce_sliced.plan(
-            m, n, k, world, dtype, reduce_op=reduce_op, bias_dims=bias_dims, device=device, tile=tile, hops=hops
-        )
-    assert hops is None, "hops are those of the sliced form, which this plan is not for"
-    if two_shot is None:
-        two_shot = m * n * dtype.itemsize > TWO_SHOT_BYTES and (world > 2 or tiles > PROCESSORS)
-    two_shot = two_shot and tiles >= world  # every rank has to own a tile, see the module's docstring
+    form = form or choose_form(m * n * dtype.itemsize, tiles, world)
+    common = {"reduce_op": reduce_op, "bias_dims": bias_dims, "device": device, "tile": tile}
+    if form == "small":
+        return matmul_all_reduce_small.plan(m, n, k, world, dtype, **common)
+    if form == "sliced" or tiles < world:
+        tma = tma if tile.m >= SLICED_TMA_ROWS else ""
+        return matmul_all_reduce_sliced.plan(m, n, k, world, dtype, tma=tma, **common)
+    assert form == "two_shot", form
+    tma = tma if tile.m >= TMA_ROWS else ""
     programs = grid_programs(tiles, device.type, device.index)
     # Two rounds hide the way of the first sums behind the second products; more, and one for small and for very large problems, are slower.
     size = tiles / 2 if 2 * PROCESSORS <= tiles <= 8 * PROCESSORS else tiles
     share = max(1, min(tiles // world, share_of_round(cdiv(tiles, world), world, max(1, int(size)))))
     rounds = cdiv(tiles, world * share)
-    slots = (world - 1) * rounds * share + tiles if two_shot else world * tiles
+    slots = (world - 1) * rounds * share + tiles
     constants = {
         **constants_of(m, n, k, tile, world, dtype, KERNEL_ID, tma=bool(tma)),
         "GROUP_M": 8,
         "B_ROWS": tma == "rows",
-        "TWO_SHOT": two_shot,
         "S": share,
-        "PIECES": pieces_of(tile) if two_shot else 1,
+        "PIECES": pieces_of(tile),
         "BIAS_DIMS": bias_dims,
         "SCALE": scale_of(reduce_op, world),
     }
@@ -276,7 +223,7 @@ def plan(
         constants=constants,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-        signature=f"{NAME}(x [{m}, *], weight [*, {n}], {dtype}, {reduce_op}, two_shot={two_shot})",  # k can be sharded unevenly
+        signature=f"{NAME}(x [{m}, *], weight [*, {n}], {dtype}, {reduce_op})",  # k can be sharded unevenly
     )
 
 
@@ -287,11 +234,8 @@ def run(
     group: str,
     world: int,
     bias: torch.Tensor | None,
-    two_shot: bool | None = None,
     tile: Tile | None = None,
-    small: bool | None = None,
-    sliced: bool | None = None,
-    hops: int | None = None,
+    form: str = "",
 ) -> torch.Tensor:
     """Eager launch. x [M, K], weight [K, N], bias [N] or [M, N] or None; returns [M, N]."""
     (m, k), n = x.shape, weight.shape[1]
@@ -305,12 +249,9 @@ def run(
         reduce_op=reduce_op,
         bias_dims=dims,
         device=x.device,
-        two_shot=two_shot,
         tma=tma_form_of(x, weight),
         tile=tile,
-        small=small,
-        sliced=sliced,
-        hops=hops,
+        form=form,
     )
     out = x.new_empty((m, n))
     tensors = {"A": x, "B": weight, "OUT": out}

@@ -197,7 +197,7 @@ def plan(
     `matmul_reduce_scatter_small` (None: by the rows); staged: whether products are staged (None: by the tiles)."""
     rows = m // world
     if small is None:
-        small = m <= SMALL_ROWS.get(device.type, 384)
+        small = m <= SMALL_ROWS.get(device.type, 256)
     if small:
         return matmul_reduce_scatter_small.plan(
             m, n, k, world, dtype, inner=inner, reduce_op=reduce_op, bias_dims=bias_dims, device=device, tile=tile

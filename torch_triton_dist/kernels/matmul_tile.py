@@ -42,7 +42,8 @@ def matmul_tile(
     `matmul_tile_tma` does.
 
     a: [*, K] and b: [K, *] of one dtype, any strides (in elements). rows: [BLOCK_M], cols: [BLOCK_N] indices; where row_mask or
-    col_mask is False the result is 0 and nothing is read. EVEN promises that both masks are all True and BLOCK_K divides K.
+    col_mask is False the result is 0 and nothing is read. EVEN 1 promises that col_mask is all True and BLOCK_K divides K, 2 that row_mask
+    is all True, too.
     The pointers of `a` may carry a token (`dl.consume_token`): nothing is read before the wait it stands for.
     """
     ks = tl.arange(0, BLOCK_K)
@@ -55,7 +56,7 @@ def matmul_tile(
         piece = tl.load(source + lane, mask=lane < left, cache_modifier=".cg")
     for k in range(0, tl.cdiv(K, BLOCK_K)):
         if EVEN:
-            a_tile = tl.load(a_ptrs)
+            a_tile = tl.load(a_ptrs) if EVEN == 2 else tl.load(a_ptrs, mask=row_mask[:, None], other=0.0)
             b_tile = tl.load(b_ptrs)
         else:
             k_mask = ks < K - k * BLOCK_K

@@ -16,13 +16,13 @@ from typing import Any
 import jinja2
 import torch
 
-from ..runtime.layout import ALIGNMENT, signature_code
+from ..runtime.layout import ALIGNMENT, Needs, signature_code
 from .tiles import Tile
 
 # What a rendered source needs at its top, in Inductor's module and in ours.
 IMPORTS = """\
 from torch_triton_dist import language as dl
-from torch_triton_dist.language import packed
+from torch_triton_dist.language import blank
 from torch_triton_dist.kernels.copies import arrival, part_flag
 from torch_triton_dist.kernels.matmul_tile import columns_apart, copy, descriptor_of_b, matmul_tile, matmul_tile_tma, swizzle
 from torch_triton_dist.kernels.rounds import all_reduce_step, pay, reduce_scatter_step
@@ -38,7 +38,7 @@ class Plan:
     """How one kernel runs on one problem: decided from what all ranks see alike (shapes, dtype, world size, device type).
 
     nbytes, nflags: data bytes and flags that the kernel uses in each half of the heap. landing: bytes of the landing area, if copy engines
-    bring the rows (`copies.start`).
+    bring the rows (`copies.start`). blanks: bytes of slots for numbers that tell of their own arrival, in each half.
     programs: size of the grid. constants: the `tl.constexpr` values. signature: text that must be the same on all ranks.
     """
 
@@ -51,9 +51,15 @@ class Plan:
     num_stages: int
     signature: str
     landing: int = 0
+    blanks: int = 0
 
     def __post_init__(self) -> None:
         self.constants["SIGNATURE"] = signature_code(self.signature)
+
+    @property
+    def needs(self) -> Needs:
+        """What the kernel needs of the heap."""
+        return Needs(self.nbytes, self.nflags, self.landing, self.blanks)
 
     @property
     def copies(self) -> tuple[int, int, int]:
@@ -95,13 +101,15 @@ def input_precision(dtype: torch.dtype) -> str:
 def constants_of(
     m: int, n: int, k: int, tile: Tile, world: int, dtype: torch.dtype, kernel_id: int, tma: bool = False
 ) -> dict[str, Any]:
-    """The constants that all kernels have, for a matmul of [m, k] @ [k, n] on one rank in tiles (EVEN: without a rest)."""
+    """The constants that all kernels have, for a matmul of [m, k] @ [k, n] on one rank in tiles. EVEN: 1 if columns and depth have no
+    rest, 2 if rows have none, either."""
+    even = n % tile.n == 0 and k % tile.k == 0
     return {
         "WORLD": world,
         "BLOCK_M": tile.m,
         "BLOCK_N": tile.n,
         "BLOCK_K": tile.k,
-        "EVEN": m % tile.m == 0 and n % tile.n == 0 and k % tile.k == 0,
+        "EVEN": even + (even and m % tile.m == 0),
         "TMA": tma,
         "DTYPE": triton_dtype(dtype),
         "INPUT_PRECISION": repr(input_precision(dtype)),
@@ -199,7 +207,7 @@ def launch(plan: Plan, source: str, tensors: dict[str, torch.Tensor], group: str
     from . import copies
 
     device = tensors["OUT"].device
-    context = runtime.launch_context(device, group, plan.nbytes, plan.nflags, plan.signature, plan.landing)
+    context = runtime.launch_context(device, group, *plan.needs[:2], plan.signature, *plan.needs[2:])
     if plan.landing:
         tensors = {**tensors, "LANDING": copies.landing_area(group, plan.landing)}
     kernel = eager_kernel(plan.kernel, source, plan.constants, inputs)

@@ -55,14 +55,14 @@ def choose_tile(m: int, rows: int, n: int, k: int, dtype: torch.dtype, device_ty
 
 def few_rows_tile(m: int, n: int, k: int, dtype: torch.dtype, device_type: str, gathered: bool, wide: bool = True) -> Tile:
     """Tile for m rows over all ranks, whoever owns them, n columns and depth k. Reading the weights is what takes the time, so they are
-    read by as many multiprocessors as there are, in long steps: the smallest tile that leaves none with a second one, from 192 rows on
-    with 128 rows, and of 128 x 256 if `wide` and `wide_tile_pays`. gathered: the depth of tiles is split, too, as in
+    read by as many multiprocessors as there are, in long steps: the smallest tile that leaves none with a second one; if `wide`, from 192
+    rows on with 128 rows, and of 128 x 256 if `wide_tile_pays`. gathered: the depth of tiles is split, too, as in
     `all_gather_matmul_small`. Rows and columns of the tile do not depend on k."""
     if device_type == "cpu":
         return choose_tile(m, m, n, k, dtype, device_type)
     if m <= 64:
         shapes = [(power_of_two(m, 16), width) for width in ((64, 128) if gathered else (32, 64, 128))]
-    elif m < 192:
+    elif m < 192 or not wide:
         shapes = [(64, 64), (128, 128)] if gathered else [(64, 32), (64, 64), (128, 64), (128, 128)]
     else:
         shapes = [(128, 64), (128, 128)]
@@ -127,6 +127,11 @@ def share_of_round(tiles: int, world: int, size: int) -> int:
     """Tiles of each rank in a round (`rounds`) of about `size`, of the `tiles` that each rank owns."""
     rounds = max(1, round(tiles * world / size))
     return max(1, -(-tiles // rounds))
+
+
+def lanes_of_warp() -> int:
+    """Threads of a warp, of the GPUs that torch is made for."""
+    return 64 if torch.version.hip is not None else 32
 
 
 @functools.cache

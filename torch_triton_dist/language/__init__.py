@@ -11,13 +11,13 @@ every rank and every group. Under `torch_triton_dist.jit` nobody writes `ctx`: t
 | `wait(ptr, num, scope, semantic, waitValue, ctx=)` | spin until flags have reached a value; returns a token |
 | `consume_token(ptr, token)` | the same pointer, but no load through it can move above the wait |
 | `notify(ptr, rank, signal, ctx=)` | make this program's stores visible, then raise a flag of `rank` |
-| `launch_number`, `flags`, `heap` | number of this launch, and its half of the flags and of the data |
+| `launch_number`, `flags`, `heap`, `blanks` | number of this launch, and its half of the flags, of the data and of the blanks (`blank`) |
 | `notify_all`, `wait_all`, `wait_peers` | raise a flag at all ranks, wait for flags of all ranks or of all others, at once |
-| `wait_all_or_close` | `wait_all` that may come behind an early `leave`, and says whether the group is sound |
 | `count_stored` | count that this program has stored its part; the last one speaks for all of this rank |
 | `stamp`, `wait_stamp` | value of the flags of this launch, which names what runs; spin until a peer has raised one |
 | `look` | whether consecutive flags have all been raised by now |
 | `enter` | tell all peers that this launch has begun, and wait until it has at all of them |
+| `meet` | wait until all peers have begun this launch, and see that they run the same kernel |
 | `tell_all` | tell all ranks to give up |
 | `first_claim`, `claim`, `claimed`, `leave`, `alive` | next tile to work on; end of a program; whether the group is sound |
 | `fence_async`, `stores_done` | between a wait and TMA loads of what peers have stored; before a block barrier and a release |
@@ -30,6 +30,7 @@ thread, `extra.libshmem_device` the SHMEM calls. docs/language.md says what runs
 from .core import (
     SEND,
     alive,
+    blanks,
     claim,
     claimed,
     clock_ns,
@@ -43,6 +44,7 @@ from .core import (
     launch_number,
     leave,
     look,
+    meet,
     notify,
     notify_all,
     num_ranks,
@@ -53,7 +55,6 @@ from .core import (
     tell_all,
     wait,
     wait_all,
-    wait_all_or_close,
     wait_peers,
     wait_stamp,
 )
@@ -63,6 +64,7 @@ from .vectors import make_vector, vector, zeros_vector
 __all__ = [
     "SEND",
     "alive",
+    "blanks",
     "claim",
     "claimed",
     "clock_ns",
@@ -80,6 +82,7 @@ __all__ = [
     "leave",
     "look",
     "make_vector",
+    "meet",
     "notify",
     "notify_all",
     "num_ranks",
@@ -92,7 +95,6 @@ __all__ = [
     "vector",
     "wait",
     "wait_all",
-    "wait_all_or_close",
     "wait_peers",
     "wait_stamp",
     "zeros_vector",

@@ -46,6 +46,8 @@ DATA_START = tl.constexpr(layout.DATA_START)
 DATA_STRIDE = tl.constexpr(layout.DATA_STRIDE)
 CLOCK = tl.constexpr(layout.CLOCK)
 SEND = tl.constexpr(layout.SEND)
+BLANKS_START = tl.constexpr(layout.BLANKS_START)
+BLANKS_STRIDE = tl.constexpr(layout.BLANKS_STRIDE)
 HEAP_BYTES = tl.constexpr(layout.HEAP_BYTES)
 HEAPS = tl.constexpr(layout.HEAPS)
 
@@ -219,6 +221,18 @@ def heap(launch, dtype: tl.constexpr, ctx=None):
 
 
 @triton.jit
+def blanks(launch, dtype: tl.constexpr, ctx=None):
+    """Pointer to the blanks (see blank.py) of the half that launch number `launch` uses, in this rank's heap: to integers as wide as the
+    numbers of `dtype` that they are for, of 16 or 32 bits; 256-byte aligned."""
+    base = tl.load(ctx + HEAPS + tl.load(ctx + RANK))
+    address = base + tl.load(ctx + BLANKS_START) + (launch % 2) * tl.load(ctx + BLANKS_STRIDE)
+    if dtype.primitive_bitwidth == 16:
+        return tl.multiple_of(address.to(tl.pointer_type(tl.int16)), 16)
+    else:
+        return tl.multiple_of(address.to(tl.pointer_type(tl.int32)), 16)
+
+
+@triton.jit
 def claim(ctx=None, counter: tl.constexpr = CLAIM):
     """Next tile of this launch, int32, from 0: each number goes to one program of this rank. Once the group has been told to give up,
     what is handed out is larger than any tile, so that a kernel leaves its loops (but for one tile more, and the first claims of programs
@@ -274,6 +288,50 @@ def enter(stamp, kernel: tl.constexpr, ctx=None):
         if peer != me:
             token += wait_stamp(ctx + HEAPS + 2 * world + peer, stamp, kernel, peer, ctx=ctx)
     return token
+
+
+@triton.jit
+def _look_around(stamp, WORLD: tl.constexpr, ctx):
+    """(1 + a peer that has not entered this launch, or 0; the stamp of another kernel that a peer runs in it, or 0), int64. A peer in a
+    later launch has ended this one."""
+    i = tl.arange(0, triton.next_power_of_2(WORLD))
+    peers = (i < WORLD) & (i != tl.load(ctx + RANK).to(tl.int32))
+    entered = tl.atomic_add(ctx + HEAPS + 2 * WORLD + i, 0, mask=peers, sem="relaxed", scope="sys")
+    ahead = (entered >> SIGNATURE_BITS) - (stamp >> SIGNATURE_BITS)
+    behind = tl.max(tl.where(peers & (ahead < 0), 1 + i, 0).to(tl.int64), 0)
+    return behind, tl.max(tl.where(peers & (ahead == 0) & (entered != stamp), entered, 0), 0)
+
+
+@triton.jit
+def meet(stamp, kernel: tl.constexpr, WORLD: tl.constexpr, ctx=None):
+    """Waits until every peer has entered this launch, and gives up if one runs another kernel in it: for one program of a kernel whose
+    data do not say what sent them (blank.py), and which sends before it calls this.
+
+    A peer may have ended this launch by now, so that what it ran is not to be seen. But the first rank to end it has found all others in
+    it: of two that run different kernels one gives up. (A peer whose kernel has flags does not end without those of this rank.)"""
+    behind, other = _look_around(stamp, WORLD, ctx)
+    if (behind != 0) | (other != 0):
+        _meet_slowly(stamp, kernel, WORLD, ctx)
+
+
+@triton.jit
+def _meet_slowly(stamp, kernel: tl.constexpr, WORLD: tl.constexpr, ctx):
+    start = now(ctx)
+    polls = 0
+    reason = tl.full((), 0, tl.int32)
+    behind, other = _look_around(stamp, WORLD, ctx)
+    peer = behind - 1
+    while (behind != 0) & (other == 0) & (reason == 0):
+        pause()
+        behind, other = _look_around(stamp, WORLD, ctx)
+        peer = tl.where(behind != 0, behind - 1, peer)
+        polls += 1
+        if polls % POLLS == 0:
+            reason, _ = why_stop(stamp, False, peer, start, ctx)
+    reason = tl.where(other != 0, REASON_MISMATCH, tl.where(behind != 0, reason, 0))
+    if reason != 0:
+        _give_up(kernel, tl.full((), -1, tl.int64), stamp, other, peer, reason, ctx)
+        close(ctx)
 
 
 @triton.jit
@@ -490,7 +548,7 @@ def _wait_slowly(ptr, value, stamped: tl.constexpr, scope: tl.constexpr, semanti
         at = ptr.to(tl.int64) - tl.load(ctx + HEAPS + tl.load(ctx + RANK))
         index = tl.where((at >= 0) & (at < 2 * stride), tl.where(at < stride, at, at - stride) // 8, -1)  # -1: none of a half
         _give_up(kernel, index, value, tl.maximum(seen, other), peer, reason, ctx)
-        seen = tl.cast(value, tl.int64)  # there may be a negative word (packed.py), and callers make a token of this
+        seen = tl.cast(value, tl.int64)  # it may be of another launch, and callers make a token of this
     return seen
 
 
@@ -575,20 +633,6 @@ def _wait_each(flags, stamp, kernel: tl.constexpr, WORLD: tl.constexpr, COUNT: t
         peer = (me + 1 + i // COUNT) % WORLD
         token += wait_stamp(flags + i % COUNT * WORLD + peer, stamp, kernel, peer, ctx=ctx)
     return token
-
-
-@triton.jit
-def wait_all_or_close(flags, stamp, kernel: tl.constexpr, WORLD: tl.constexpr, ctx=None):
-    """`wait_all` for WORLD flags, also behind `leave(early=True)`. Returns a token, and whether the group is sound, int1, as `alive`, but
-    without another look at the memory where all flags have come soon."""
-    missing, token = look(flags, stamp, WORLD, POLLS)
-    sound = tl.full((), 1, tl.int1)
-    if missing != 0:
-        token += _wait_each(flags, stamp, kernel, WORLD, 1, ctx)
-        sound = alive(ctx)
-        if not sound:
-            close(ctx)
-    return token, sound
 
 
 @triton.jit

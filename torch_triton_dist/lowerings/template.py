@@ -134,7 +134,7 @@ def launch(
     """Adds the kernel of `plan` to the graph. tensors: realised IR nodes by argument name; returns its output of shape `size`."""
     first = tensors["A"]
     device, dtype = first.get_device(), first.get_dtype()
-    needs = (plan.nbytes, plan.nflags, *([plan.landing] if plan.landing else []))
+    needs = plan.needs if any(plan.needs[2:]) else plan.needs[:2]  # what most need, in short
     context = ir.TensorBox.create(
         ir.FallbackKernel.create(
             torch.ops.torch_triton_dist.launch_context.default, device, group, *needs[:2], plan.signature, *needs[2:]

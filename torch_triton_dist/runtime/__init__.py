@@ -43,7 +43,7 @@ _inherited: list[SymmetricHeap] = []
 
 
 def launch_context(
-    device: torch.device, group_name: str, nbytes: int, nflags: int, signature: str, landing: int = 0
+    device: torch.device, group_name: str, nbytes: int, nflags: int, signature: str, landing: int = 0, blanks: int = 0
 ) -> torch.Tensor:
     """Context of a group for one launch: call it right before the launch, and `after_launch` right after.
 
@@ -58,6 +58,7 @@ def launch_context(
         signature: what the kernel computes, `name(shapes, dtype, ...)`; equal on all ranks. Compared at its first launch here, and
             in every launch by the kernel, which stamps its flags with the `layout.signature_code` of it.
         landing: bytes of the landing area that its copies need (kernels/copies.py).
+        blanks: bytes of slots for numbers that tell of their own arrival (language/blank.py), in each half.
 
     Returns:
         int64 tensor on `device`, at one address for the life of the group; its words are described in `runtime.layout`.
@@ -70,7 +71,7 @@ def launch_context(
     heap = _routes.get((group_name, device))
     if heap is None or not heap.is_current():
         heap = _routes[group_name, device] = _new_heap(device, group_name)
-    context = heap.enter(Needs(nbytes, nflags, landing), signature)
+    context = heap.enter(Needs(nbytes, nflags, landing, blanks), signature)
     _last[group_name] = heap
     return context
 
@@ -91,15 +92,15 @@ def after_launch(group_name: str) -> None:
         heap.leave()
 
 
-def reserve(group_name: str, nbytes: int, nflags: int, landing: int = 0) -> None:
+def reserve(group_name: str, nbytes: int, nflags: int, landing: int = 0, blanks: int = 0) -> None:
     """Says that a launch with these needs is to come, so that the heap is made large enough at once. Not collective: a heap is made, or
     grows, at a launch, and then to the most that any rank of the group has reserved or needs.
 
     Args:
         group_name: name of the process group, which need not exist yet.
-        nbytes, nflags, landing: as in `launch_context`.
+        nbytes, nflags, landing, blanks: as in `launch_context`.
     """
-    _reserved[group_name] = Needs.most([_reserved_for(group_name), Needs(nbytes, nflags, landing)])
+    _reserved[group_name] = Needs.most([_reserved_for(group_name), Needs(nbytes, nflags, landing, blanks)])
 
 
 def _reserved_for(group_name: str) -> Needs:

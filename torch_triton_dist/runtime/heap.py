@@ -192,7 +192,7 @@ class SymmetricHeap:
         self._on_timeout = config.checked("on_timeout")
         try:
             if signature not in self.needs:
-                self._agree(signature, f"{needs.nbytes} bytes and {needs.nflags} flags, on {self.device.type}")
+                self._agree(signature, f"{needs.nbytes + needs.blanks} bytes and {needs.nflags} flags, on {self.device.type}")
             # Tensors made in inference mode could not be written to outside of it.
             with torch.inference_mode(False), torch.no_grad():
                 if self.transport is None:
@@ -256,7 +256,7 @@ class SymmetricHeap:
         `signature`. LAUNCH goes on; captured graphs find the new heap in the table.
 
         The first exchange comes when all launches of this rank have ended. After it, all launches of all ranks have, and nobody
-        writes to the old memory any more. After the last one, all ranks have mapped zero flags.
+        writes to the old memory any more. After the last one, all ranks have mapped zero flags and blanks.
         """
         board, transport = self.board, self.transport
         self._growths += 1
@@ -274,12 +274,15 @@ class SymmetricHeap:
             transport.discard(memory)
             raise
         heap = board.guarded(step, lambda: transport.map(memory, places.total, timeout_s))
+        board.guarded(step, lambda: self._blank(heap, places))
         board.exchange(f"{step}, mapped", True, timeout_s)
         self.generation += 1
         words = {
             layout.FLAGS_STRIDE: places.flags_stride,
             layout.DATA_START: places.data_start,
             layout.DATA_STRIDE: places.data_stride,
+            layout.BLANKS_START: places.blanks_start,
+            layout.BLANKS_STRIDE: places.blanks_stride,
             layout.HEAP_BYTES: places.total,
             layout.GENERATION: self.generation,
             layout.CLAIM: 0,  # see `_reset`
@@ -287,12 +290,16 @@ class SymmetricHeap:
         }
         transport.write(words | {layout.HEAPS + peer: base for peer, base in enumerate(heap.bases)})
         self.heap, self.total = heap, places.total
-        self.room = Needs(places.data_stride, places.flags_stride // layout.WORD, places.total - places.landing_start)
+        landing = places.total - places.landing_start
+        self.room = Needs(places.data_stride, places.flags_stride // layout.WORD, landing, places.blanks_stride)
         if not self._captured:
             self._landings = self._landings[:-1]
         self._captured = False
         if self.room.landing:
             self._landings.append((heap, places.landing_start))
+
+    def _blank(self, heap: Any, places: layout.HeapLayout) -> None:
+        self.transport.fill(heap, places.blanks_start, 2 * places.blanks_stride, 0xFF)
 
     def _look_for_other_kernels(self, signature: str) -> Callable[[], None]:
         """A function that raises once a peer is in the launch that this rank is growing the heap for. Nobody enters it before all
@@ -477,9 +484,11 @@ class SymmetricHeap:
         self.generation = 1 + max(generation for _, _, generation in states)
         if self.transport is not None:
             if self.heap is not None:
-                self.transport.zero(self.heap, 0, layout.heap_layout(self.room).data_start)
+                places = layout.heap_layout(self.room)
+                self.transport.fill(self.heap, 0, places.data_start, 0)
+                self._blank(self.heap, places)
             for heap, start in self._landings:
-                self.transport.zero(heap, start, layout.landing_header(self.world))
+                self.transport.fill(heap, start, layout.landing_header(self.world), 0)
             self.transport.clear_record()
             # No peer enters a launch before the exchange below, which all ranks reach with these words cleared.
             entered = [layout.entered(self.world, peer) for peer in range(self.world)]

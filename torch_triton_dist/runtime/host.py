@@ -119,8 +119,8 @@ class HostTransport:
     def discard(self, fd: int) -> None:
         os.close(fd)
 
-    def zero(self, heap: HostHeap, start: int, nbytes: int) -> None:
-        heap.own[start : start + nbytes].zero_()
+    def fill(self, heap: HostHeap, start: int, nbytes: int, byte: int) -> None:
+        heap.own[start : start + nbytes].fill_(byte)
 
     def _map(self, fd: int, nbytes: int, timeout_s: float) -> list[torch.Tensor]:
         received = self._peers.swap_fds([fd], timeout_s)

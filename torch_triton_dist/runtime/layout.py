@@ -4,7 +4,9 @@ The *context* is an int64 table in symmetric memory of its own (the control bloc
 the life of the group. The *heap* is the symmetric memory that kernels exchange data through; it can grow, and then only the table
 changes.
 
-    heap of a rank = [flags of half 0][flags of half 1][data of half 0][data of half 1][landing area]      launch number n uses half n % 2
+    heap of a rank = [flags][flags][data][data][blanks][blanks][landing area]      two halves of each: launch number n uses half n % 2
+
+*Blanks* are slots for numbers that tell of their own arrival (language/blank.py): all ones until a number comes, and once it was read.
 
 The *landing area* is where copy engines put rows for this rank. It has no halves, because a captured copy has fixed addresses (see
 kernels/copies.py), and is there only if a kernel needs it.
@@ -39,7 +41,9 @@ GENERATION = 12  # heap generation, +1 at growth and at reset
 CLOCK = 13  # latest time, ns, that a waiting program of this rank has seen
 SEND = 14  # next send to claim, for kernels that claim their sends apart; the last program to leave clears it
 HEAP_BYTES = 15  # size of the heap
-HEAPS = 16  # HEAPS + r: address at which this rank sees the heap of rank r
+BLANKS_START = 16  # byte offset of the blanks of half 0 in the heap
+BLANKS_STRIDE = 17  # bytes of blanks in each half
+HEAPS = 18  # HEAPS + r: address at which this rank sees the heap of rank r
 # HEAPS + WORLD + r: address at which this rank sees the control block of rank r
 # HEAPS + 2 * WORLD + r: the stamp of the launch that rank r has entered last; rank r writes it
 
@@ -121,15 +125,16 @@ def landing_header(world: int) -> int:
 
 
 class Needs(NamedTuple):
-    """What a launch needs: data bytes and flags in each half of the heap, and bytes of the landing area."""
+    """What a launch needs: data bytes and flags in each half of the heap, bytes of the landing area, bytes of blanks in each half."""
 
     nbytes: int
     nflags: int
     landing: int = 0
+    blanks: int = 0
 
     def within(self, other: Needs) -> bool:
         """Whether a heap made for `other` has room for these."""
-        return self.nbytes <= other.nbytes and self.nflags <= other.nflags and self.landing <= other.landing
+        return all(need <= room for need, room in zip(self, other, strict=True))
 
     @staticmethod
     def most(several: Iterable[Needs]) -> Needs:
@@ -138,11 +143,13 @@ class Needs(NamedTuple):
 
 
 class HeapLayout(NamedTuple):
-    """Bytes: FLAGS_STRIDE, DATA_START, DATA_STRIDE of the context table, where the landing area starts, and the size of the heap."""
+    """Bytes: FLAGS_STRIDE to BLANKS_STRIDE of the context table, where the landing area starts, and the size of the heap."""
 
     flags_stride: int
     data_start: int
     data_stride: int
+    blanks_start: int
+    blanks_stride: int
     landing_start: int
     total: int
 
@@ -151,5 +158,7 @@ def heap_layout(needs: Needs) -> HeapLayout:
     """The heap with room for `needs`."""
     flags_stride = align(max(1, needs.nflags) * WORD)
     data_stride = align(max(1, needs.nbytes))
-    landing_start = 2 * (flags_stride + data_stride)
-    return HeapLayout(flags_stride, 2 * flags_stride, data_stride, landing_start, landing_start + align(needs.landing))
+    blanks_start, blanks_stride = 2 * (flags_stride + data_stride), align(needs.blanks)
+    landing_start = blanks_start + 2 * blanks_stride
+    total = landing_start + align(needs.landing)
+    return HeapLayout(flags_stride, 2 * flags_stride, data_stride, blanks_start, blanks_stride, landing_start, total)

@@ -192,8 +192,8 @@ class P2PTransport:
     def discard(self, own: torch.Tensor) -> None:
         """Freed with the last reference."""
 
-    def zero(self, heap: P2PHeap, start: int, nbytes: int) -> None:
-        heap.own[start : start + nbytes].zero_()
+    def fill(self, heap: P2PHeap, start: int, nbytes: int, byte: int) -> None:
+        heap.own[start : start + nbytes].fill_(byte)
         torch.cuda.synchronize(self.device)
 
     # --- launches

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import re
 import sys
@@ -81,6 +82,52 @@ def run_post_grad_passes(gm: fx.GraphModule, example_inputs: Sequence[Any], is_i
         fake_mode = compile_fx.fake_tensor_prop(gm, example_inputs)
     with V.set_fake_mode(fake_mode):
         compile_fx._recursive_post_grad_passes(gm, is_inference=is_inference)
+
+
+def places_that_rewrite_matmuls() -> dict[str, list[tuple[Any, Any]]]:
+    """The functions of Inductor that `keep_matmuls` wraps: {what: [(what holds it, under which name)]}, nothing where there is none."""
+    import torch
+    from torch._inductor import decomposition
+
+    def module(name: str) -> Any:
+        try:
+            return importlib.import_module(f"torch._inductor.{name}")
+        except ImportError:
+            return None
+
+    functions = [
+        (module("compile_fx"), "_recursive_joint_graph_passes"),
+        (getattr(module("pattern_matcher"), "Match", None), "replace_by_example"),
+        (module("fx_passes.pad_mm"), "should_pad"),
+        (module("fx_passes.decompose_mem_bound_mm"), "should_decompose_mm"),
+    ]
+    places: dict[str, list[tuple[Any, Any]]] = {name: [(owner, name)] if hasattr(owner, name) else [] for owner, name in functions}
+    aten = torch.ops.aten
+    for op in (aten.mm.default, aten.addmm.default, aten.bmm.default):
+        # The second table, a copy of the first with other entries for random numbers, is made once a process.
+        tables = (decomposition.decompositions, decomposition.fast_random_decomps())
+        places[f"decomposition of {op}"] = [(table, op) for table in tables if op in table]
+    return places
+
+
+def get_item(owner: Any, name: Any) -> Any:
+    return owner[name] if isinstance(owner, dict) else getattr(owner, name)
+
+
+def set_item(owner: Any, name: Any, item: Any) -> None:
+    if isinstance(owner, dict):
+        owner[name] = item
+    else:
+        setattr(owner, name, item)
+
+
+def traced_node(tensor: Any) -> fx.Node | None:
+    """The node that the trace in progress has for a tensor; None if it has none, or if there is none."""
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
+
+    mode = get_proxy_mode()
+    slot = None if mode is None else get_proxy_slot(tensor, mode.tracer, None)
+    return None if slot is None else slot.proxy.node
 
 
 def boxed(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,7 +1,8 @@
 """enable and disable: the pass's place in Inductor.
 
 Inductor has one slot per device for a backend's pass (`register_backend_for_device`). We register the device again with the
-constructors it has and our pass in the slot; a pass that another plugin has there runs after ours. `disable` restores what was.
+constructors it has and our pass in the slot; a pass that another plugin has there runs after ours. What Inductor does to matmuls before
+that has no such place: `keep_matmuls` wraps the functions. `disable` restores what was.
 """
 
 from __future__ import annotations
@@ -87,6 +88,7 @@ def register() -> None:
     from torch._inductor.codegen import common
 
     from .. import ops  # noqa: F401  (defines torch.ops.torch_triton_dist)
+    from . import keep_matmuls
     from .device_pass import DevicePass, recording_wrapper
 
     common.init_backend_registration()
@@ -106,6 +108,7 @@ def register() -> None:
         )
         slot.our_codegen = common.device_codegens[device]
         _slots[device] = slot
+    keep_matmuls.install()
 
 
 def _scheduling(device: str, original: Any) -> Any:
@@ -121,6 +124,9 @@ def unregister() -> None:
     """Restores the slots; one that somebody else has taken since keeps what it has, with our part of it switched off."""
     from torch._inductor.codegen import common
 
+    from . import keep_matmuls
+
+    keep_matmuls.uninstall()
     for device, slot in _slots.items():
         slot.ours.active = False
         passes, configs = common.custom_backend_passes, common.custom_backend_codegen_configs

@@ -349,6 +349,55 @@ def test_depth_may_differ(ranks2, ranks4, op, depths, form):
     check_accuracy(by_rank, torch.float32, f"{op} {depths}")
 
 
+def compiled_uneven_depth(rank: int, world: int) -> list:
+    """Two linear layers with a hidden size of 3: the second, and the gradient of the first one's input, have a depth of 2 on one rank, of 1
+    on the other. Forward and backward, with and without sequence parallelism; returns the counters of each."""
+    import torch._dynamo
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    import torch_triton_dist as ttd
+
+    mesh = init_device_mesh("cpu", (world,))
+    x, incoming = (numbers(0, 2, 2 * world, 8, dtype=torch.float32, seed=seed) for seed in (70, 71))
+
+    def make_model() -> torch.nn.Module:
+        torch.manual_seed(0)
+        return torch.nn.Sequential(torch.nn.Linear(8, 3), torch.nn.Linear(3, 8))
+
+    def train(model: torch.nn.Module, x: torch.Tensor, incoming: torch.Tensor) -> list[torch.Tensor]:
+        x = x.clone().requires_grad_()
+        out = model(x)
+        out.backward(incoming)
+        return [out.detach(), x.grad, *(parameter.grad for parameter in model.parameters())]
+
+    whole = train(make_model().double(), x.double(), incoming.double())
+    answers = []
+    for sequence in (True, False):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        between = Shard(1) if sequence else Replicate()
+        # The tensor between the layers stays a DTensor, which knows that its shards are of unequal size.
+        plan = {"0": ColwiseParallel(input_layouts=between, use_local_output=False), "1": RowwiseParallel(output_layouts=between)}
+        model = parallelize_module(make_model(), mesh, plan)
+        assert model[1].weight.to_local().shape == (8, 2 - rank)
+        mine = (x.chunk(world, 1)[rank], incoming.chunk(world, 1)[rank]) if sequence else (x, incoming)
+        with config.patch(cost_gate=False, timeout_s=20.0), ttd.enabled():
+            out, x_grad, *grads = train(torch.compile(model), *mine)
+        expected = [tensor.chunk(world, 1)[rank] if sequence else tensor for tensor in whole[:2]] + whole[2:]
+        found = [out, x_grad, *(grad.full_tensor() for grad in grads)]
+        for have, want in zip(found, expected, strict=True):  # fp32 sums of up to 8 terms of size 1
+            torch.testing.assert_close(have.double(), want, rtol=1e-5, atol=1e-5)
+        answers.append(dict(torch._dynamo.utils.counters["torch_triton_dist"]))
+    return answers
+
+
+def test_depth_of_one_on_one_rank_in_compiled_code():
+    """Inductor multiplies a depth of 1 elementwise, which one rank alone would see."""
+    assert run_ranks(compiled_uneven_depth, 2, timeout=150) == [[{AG: 2, RS: 2}, {AR: 2}]] * 2
+
+
 # ---- many launches, back to back
 
 

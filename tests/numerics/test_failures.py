@@ -143,6 +143,30 @@ def test_a_rank_that_is_killed_in_a_compiled_graph():
     assert seconds < QUICK
 
 
+def dies_while_it_compiles(rank: int, world: int) -> list:
+    """Rank 1 dies in our pass; rank 0 compiles, and waits in its first fused kernel."""
+    import torch.distributed._functional_collectives as funcol
+
+    from torch_triton_dist.inductor import device_pass
+
+    def step(x, weight):
+        return funcol.all_gather_tensor(x, 0, world_group()) @ weight
+
+    if rank == 1:
+        device_pass.fuse_collectives = lambda *args: die("SIGKILL")
+    no_cache = torch._inductor.config.patch(force_disable_caches=True)
+    with ttd.config.patch(cost_gate=False, timeout_s=60), no_cache, ttd.enabled():
+        error = error_of(torch.compile(step), torch.ones(8, 16), torch.ones(16, 32))
+    return [str(error), error.kernel, error.peer, error.reason]
+
+
+def test_a_rank_that_dies_while_it_compiles():
+    text, kernel, peer, reason = run_ranks(dies_while_it_compiles, 2, expect_exit=(1,), timeout=120)[0]
+    assert (kernel, peer, reason) == ("all_gather_matmul_small", 1, "peer exited"), (kernel, text)
+    assert re.search(r"rank 1 has exited \(process \d+\) before the end of 'addresses', which the first launch of all_gather_", text), text
+    assert "restart the job" in text
+
+
 def sleeps(rank: int, world: int, op: str, rows: int) -> list:
     group = dist.new_group()
     name = group.group_name

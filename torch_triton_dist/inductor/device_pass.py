@@ -8,6 +8,7 @@ from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphModulePass
 from torch._inductor.virtualized import V
 
+from ..runtime import presence
 from .cache_key import cache_key
 from .decisions import META_KEY, header
 from .passes import fuse_collectives
@@ -23,12 +24,15 @@ class DevicePass(CustomGraphModulePass):
 
     def __call__(self, gm: fx.GraphModule) -> None:
         if self.active:
+            presence.announce()
             fuse_collectives(gm, self.device)
         if self.following is not None:
             self.following(gm)
 
     def uuid(self) -> Any:
         """Part of the cache key; None, as always, keeps the graph out of the cache (the other plugin's pass may want that)."""
+        if self.active:
+            presence.announce()  # here too: a graph that is in the cache does not come to the pass
         ours = cache_key() if self.active else "inactive"
         if self.following is None:
             return ours

@@ -45,10 +45,12 @@ def enable() -> None:
     Raises:
         RuntimeError: torch or Triton is missing something, said in one sentence.
     """
-    if is_enabled():
-        return
-    register()
-    _reset_dynamo("enabled")
+    if not is_enabled():
+        register()
+        _reset_dynamo("enabled")
+    from ..runtime import presence
+
+    presence.announce()  # the process group may be there already
 
 
 def disable() -> None:

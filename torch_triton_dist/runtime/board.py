@@ -2,7 +2,7 @@
 
 Never through a collective of the user's process group: other threads may be inside one, and two ranks need not reach ours and
 theirs in the same order. Every wait polls, so that it can look at three more things: a failure that a peer has posted, a peer
-that has exited, and the deadline.
+that has exited (the watchdog tells, or `presence` before there is a connection to it), and the deadline.
 """
 
 from __future__ import annotations
@@ -18,19 +18,29 @@ import torch.distributed as dist
 from .errors import RESET, RESTART, DistributedKernelError
 
 _FAILURE = "failure"
-_LOOK_S = 0.05  # between two calls of `look`
+_LOOK_S = 0.05  # between two looks at what the store does not tell
 
 
 class Board:
     """Keys of one group under one prefix; `epoch` counts the resets and keeps what was posted before a reset out of sight."""
 
-    def __init__(self, store: dist.Store, prefix: str, group: str, rank: int, world: int) -> None:
-        self.group, self.rank, self.world = group, rank, world
+    def __init__(
+        self,
+        store: dist.Store,
+        prefix: str,
+        group: str,
+        rank: int,
+        world: int,
+        exited: Callable[[int], str | None] = lambda rank: None,
+    ) -> None:
+        """exited: tells why a rank is known to be gone (`Presence.exited`)."""
+        self.group, self.rank, self.world, self._exited = group, rank, world, exited
         self._root, self._prefix = store, prefix
         self.epoch = 0
         self.store = dist.PrefixStore(f"{prefix}/0", store)
-        # The watchdog fills it: rank -> why it is known to be gone.
+        # The watchdog and `exchange` fill it: rank -> why it is known to be gone.
         self.gone: dict[int, str] = {}
+        self.purpose = ""  # what the exchanges to come are for
 
     def next_epoch(self) -> None:
         self.epoch += 1
@@ -72,39 +82,56 @@ class Board:
         try:
             self.store.set(f"{step}/{self.rank}", json.dumps(value))
             while True:
+                gone = dict(self.gone)  # before the look at what they have posted: a rank may post the last value and exit
                 for rank in range(self.world):
                     if rank not in values and self.store.check([f"{step}/{rank}"]):
                         values[rank] = json.loads(self.store.get(f"{step}/{rank}"))
                 if len(values) == self.world:
                     return [values[rank] for rank in range(self.world)]
                 missing = [rank for rank in range(self.world) if rank not in values]
-                self._look_around(step, missing, time.monotonic() > end, timeout_s)
-                if look is not None and time.monotonic() >= next_look:
-                    self.guarded(step, look)
+                self._look_around(step, missing, gone, time.monotonic() > end, timeout_s)
+                if time.monotonic() >= next_look:
+                    self._note_exits()
+                    if look is not None:
+                        self.guarded(step, look)
                     next_look = time.monotonic() + _LOOK_S
                 time.sleep(pause)
                 pause = min(1.5 * pause, 0.02)
         except DistributedKernelError:
             raise
         except RuntimeError as error:  # torch's store errors are RuntimeErrors
-            time.sleep(0.2)  # the watchdog may be about to learn who took the store along
-            who = "".join(f" Rank {rank} {why}." for rank, why in self.gone.items())
-            text = f"the store of the group does not answer during {step!r} ({error}).{who} {RESTART}."
-            raise self.error(text, post=False) from error
+            raise self.store_error(f"during {step!r}{self._for()}", error) from error
 
-    def _look_around(self, step: str, missing: list[int], late: bool, timeout_s: float) -> None:
+    def store_error(self, when: str, error: Exception) -> DistributedKernelError:
+        """The error of a store that has failed with `error`, with the rank that took it along where that is known."""
+        time.sleep(0.2)  # that rank may still be about to exit, and the watchdog to learn of it
+        self._note_exits()
+        who = "".join(f" Rank {rank} {why}." for rank, why in self.gone.items())
+        text = f"the store of the group does not answer {when} ({error}).{who or ' The process that keeps it may have exited.'} {RESTART}."
+        return self.error(text, post=False, peer=next(iter(self.gone), None), reason="peer exited" if self.gone else "set-up")
+
+    def _note_exits(self) -> None:
+        for rank in range(self.world):
+            if rank != self.rank and rank not in self.gone:
+                why = self._exited(rank)
+                if why:
+                    self.gone[rank] = why
+
+    def _for(self) -> str:
+        return f", which {self.purpose} waits for" if self.purpose else ""
+
+    def _look_around(self, step: str, missing: list[int], gone: dict[int, str], late: bool, timeout_s: float) -> None:
         failure = self.failure()
         if failure is not None:
             peer, text = failure
             raise self.error(f"rank {peer} gave up during {step!r}: {text}", post=False, peer=peer, reason="aborted")
-        for rank in missing:
-            if rank in self.gone:
-                text = f"rank {rank} {self.gone[rank]} before {step!r}. {RESTART}."
-                raise self.error(text, post=True, peer=rank, reason="peer exited")
+        for rank, why in gone.items():  # if it has posted its value, and another one is missing, it cannot go on from here either
+            text = f"rank {rank} {why} before the end of {step!r}{self._for()}. {RESTART}."
+            raise self.error(text, post=True, peer=rank, reason="peer exited")
         if late:
             ranks = ", ".join(map(str, missing))
             raise self.error(
-                f"rank(s) {ranks} did not reach {step!r} within {timeout_s:g} s. All ranks of the group must launch the same "
+                f"rank(s) {ranks} did not reach {step!r} within {timeout_s:g} s{self._for()}. All ranks of the group must launch the same "
                 f"kernels in the same order; raise torch_triton_dist.config.timeout_s when they are only slow. {RESET}.",
                 post=True,
                 peer=missing[0],

@@ -15,8 +15,8 @@ class DistributedKernelError(RuntimeError):
     """A distributed kernel, or the set-up of its group, has failed on this or on another rank.
 
     Attributes: group (name), rank (this rank in the group), peer (the rank it waited for or that gave up, None when unknown),
-    kernel (name, None when no kernel was running), reason ("deadline", "peer exited", "aborted", "mismatch", "set-up" or
-    "poisoned").
+    kernel (name of the one that ran or was to be launched, None without one), reason ("deadline", "peer exited", "aborted",
+    "mismatch", "set-up" or "poisoned").
     """
 
     def __init__(

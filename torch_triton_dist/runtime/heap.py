@@ -30,6 +30,7 @@ from .errors import RESET, RESTART, DistributedKernelError, different_kernels, k
 from .host import HostTransport
 from .layout import Needs
 from .peers import Peers
+from .presence import Presence, announce
 from .settings import timeout_override
 
 log = logging.getLogger("torch_triton_dist.runtime")
@@ -51,9 +52,10 @@ class SymmetricHeap:
         self.name, self.device, self._reserved = name, device, reserved
         self.group = weakref.ref(group)
         self.rank, self.world = group.rank(), group.size()
-        ranks = "-".join(map(str, dist.get_process_group_ranks(group)))
-        prefix = f"torch_triton_dist/{name}/{ranks}/{device.type}/{incarnation}"
-        self.board = Board(groups.group_store(group), prefix, name, self.rank, self.world)
+        ranks = dist.get_process_group_ranks(group)
+        prefix = f"torch_triton_dist/{name}/{'-'.join(map(str, ranks))}/{device.type}/{incarnation}"
+        announce()
+        self.board = Board(groups.group_store(group), prefix, name, self.rank, self.world, Presence(ranks).exited)
         self.watchdog = watchdog
         self.peers: Peers | None = None
         self.transport: Any = None
@@ -188,8 +190,10 @@ class SymmetricHeap:
 
     def _prepare(self, needs: Needs, signature: str) -> None:
         self._raise_failure()
-        self._refuse_capture(f"{signature.split('(')[0]!r} was launched for the first time, or needs a larger heap,")
+        kernel = signature.split("(")[0]
+        self._refuse_capture(f"{kernel!r} was launched for the first time, or needs a larger heap,")
         self._on_timeout = config.checked("on_timeout")
+        self.board.purpose = f"the first launch of {kernel}" if signature not in self.needs else f"a larger heap for {kernel}"
         try:
             if signature not in self.needs:
                 self._agree(signature, f"{needs.nbytes + needs.blanks} bytes and {needs.nflags} flags, on {self.device.type}")
@@ -200,8 +204,11 @@ class SymmetricHeap:
                 if self.heap is None or not needs.within(self.room):
                     self._grow(Needs.most([needs, self.room]), signature, config.checked("timeout_s"))
         except DistributedKernelError as failed:
+            failed.kernel = failed.kernel or kernel
             self._poison = failed
             raise
+        finally:
+            self.board.purpose = ""
         self.needs[signature] = needs
 
     def _refuse_capture(self, what: str) -> None:
@@ -215,7 +222,7 @@ class SymmetricHeap:
         try:
             error = agreement.find_mismatch(self.board, len(self.needs), signature, needs)
         except RuntimeError as failed:
-            raise self.board.error(f"the store of the group does not answer ({failed})", post=False) from failed
+            raise self.board.store_error(f"before {self.board.purpose}", failed) from failed
         if error is not None:
             if self.transport is not None:
                 self._tell_all()

@@ -131,7 +131,7 @@ def test_a_forked_child_does_not_pass_for_its_parent():
     assert "rank 1 has exited" in text and reason == "peer exited" and seconds < QUICK
 
 
-def keeper_of_the_store_dies(rank: int, world: int) -> list | None:
+def keeper_of_the_store_dies(rank: int, world: int, waiting: bool) -> list | None:
     """The process group is made anew, with a store that rank 0 keeps, as without torchrun."""
     presence.announce()  # for the first group; the second one is told again
     box = [0]
@@ -147,16 +147,21 @@ def keeper_of_the_store_dies(rank: int, world: int) -> list | None:
     presence.announce()
     dist.barrier()
     if rank == 0:
-        time.sleep(1.0)
+        time.sleep(1.0 if waiting else 0.0)
         die("SIGKILL")
+    time.sleep(0.0 if waiting else 1.0)
     return failed_launch(world_name(), rank)
 
 
-def test_the_rank_that_keeps_the_store_dies():
-    for text, reason, peer, kernel, seconds in run_ranks(keeper_of_the_store_dies, 3, expect_exit=(0,))[1:]:
+@pytest.mark.parametrize("waiting", [True, False], ids=["while the others wait", "before they come"])
+def test_the_rank_that_keeps_the_store_dies(waiting):
+    for text, reason, peer, kernel, seconds in run_ranks(keeper_of_the_store_dies, 3, waiting, expect_exit=(0,))[1:]:
         assert seconds < QUICK and "restart the job" in text, text
-        assert "the store of the group does not answer during 'addresses', which the first launch of matmul_all_reduce" in text, text
-        assert "Rank 0 has exited (process " in text and (reason, peer, kernel) == ("peer exited", 0, "matmul_all_reduce")
+        if waiting:
+            assert "the store of the group does not answer during 'addresses', which the first launch of matmul_all_reduce" in text, text
+            assert "Rank 0 has exited (process " in text and (reason, peer, kernel) == ("peer exited", 0, "matmul_all_reduce")
+        else:  # nobody has learned who is there
+            assert "nobody keeps the store of the group" in text and "has exited: rank 0, unless" in text and reason == "set-up", text
 
 
 def announced(rank: int, world: int, how: str) -> list[bool]:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import socket
 from pathlib import Path
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
+
+from .errors import RESTART, DistributedKernelError
 
 
 def resolve(name: str) -> dist.ProcessGroup:
@@ -53,12 +56,37 @@ def is_registered(group: dist.ProcessGroup | None) -> bool:
 
 def group_store(group: dist.ProcessGroup) -> dist.Store:
     """The group's store, over a connection of its own where the store can be cloned: a long wait of another thread holds the lock
-    of the shared one."""
+    of the shared one.
+
+    Raises:
+        DistributedKernelError: the process that keeps the store has exited.
+    """
     store = c10d._get_process_group_store(group)
+    _check_server(store, group)
     try:
         return store.clone()
     except (AttributeError, NotImplementedError, RuntimeError):
         return store
+
+
+def _check_server(store: dist.Store, group: dist.ProcessGroup) -> None:
+    """Raises where nobody listens at the address of a TCPStore any more. A clone would try to connect until the timeout of the store, which
+    is half an hour as a rule, and our deadline does not end that."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    if not isinstance(store, dist.TCPStore):
+        return
+    try:
+        socket.create_connection((store.host, store.port), timeout=1).close()
+    except ConnectionRefusedError as error:
+        rank, name = group.rank(), group.group_name
+        text = (
+            f"rank {rank} of group {name!r}: nobody keeps the store of the group at {store.host}:{store.port} any more. The process "
+            f"that kept it has exited: rank 0, unless the launcher or another process keeps it. {RESTART}."
+        )
+        raise DistributedKernelError(text, group=name, rank=rank) from error
+    except OSError:
+        pass  # no answer, say: not certain, and the clone tells
 
 
 def host_identity() -> str:

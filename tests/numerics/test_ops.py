@@ -510,6 +510,22 @@ def test_wrong_input(ranks2):
     ranks2.run(messages)
 
 
+def numbers_that_look_blank(rank: int, world: int) -> list[bool]:
+    """A bias of NaNs whose bits are all ones, which mark a slot that is still to be written. Behind them the group is as before."""
+    group = world_group()
+    bias = torch.full((48,), -1, dtype=torch.int32).view(torch.float32)
+    x, weight = torch.ones(16, 8), torch.ones(8, 48)
+    found = []
+    for one in (bias, torch.zeros(48)):
+        found += [mm_ar.run(x, weight, "sum", group, world, one, form=form) for form in ("small", "sliced")]
+        found.append(mm_rs.run(x, weight, 16 // world, "sum", group, world, one, small=True))
+    return [bool(out.isnan().all()) for out in found[:3]] + [bool((out == 8 * world).all()) for out in found[3:]]
+
+
+def test_numbers_that_look_blank(ranks2):
+    assert ranks2.run(numbers_that_look_blank) == [[True] * 6] * 2
+
+
 def kernels_in_turns(rank: int, world: int, launches: int) -> list:
     """Kernels that use the memory of the others, flags, slots and blanks; every result is that of the first time."""
     cases = [

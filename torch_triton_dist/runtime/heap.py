@@ -12,6 +12,7 @@ NOTE [one order]
 from __future__ import annotations
 
 import logging
+import math
 import os
 import sys
 import threading
@@ -34,6 +35,7 @@ from .presence import Presence, announce
 from .settings import timeout_override
 
 log = logging.getLogger("torch_triton_dist.runtime")
+_GRACE_S = 0.3
 
 
 class SymmetricHeap:
@@ -75,6 +77,7 @@ class SymmetricHeap:
         self._timeout_override: Any = None  # what `settings.timeout_override` returned when it was read
         self._on_timeout = "raise"
         self._abort_from: int | None = None  # launches from this one on were told to give up by our watchdog
+        self._level_since = math.inf  # when the watchdog has found this rank to be as far as one that is gone
         self._reported = False
         self._lock = threading.Lock()
         self._release_lock = threading.Lock()
@@ -424,7 +427,10 @@ class SymmetricHeap:
         self.board.gone[rank] = f"has exited (process {pid})"
 
     def look_after(self) -> bool:
-        """Sets ABORT once a rank that is gone cannot have sent what is waited for. Returns whether to look again soon."""
+        """Sets ABORT once a rank that is gone cannot have sent what is waited for. Returns whether to look again soon.
+
+        If it has come as far as this one, it is missing in the launch that this one is in or is to begin; or this one still waits, behind
+        an early `leave`, for what others have yet to send in the launch before. That comes soon."""
         transport, store = self.transport, self.board.store  # a reset may come in between: what is found belongs to this epoch
         if transport is None:
             return False
@@ -432,8 +438,12 @@ class SymmetricHeap:
         if self.board.gone and self._abort_from is None:
             pending = True
             rank = next(iter(self.board.gone))
-            own, hopeless = self._how_far(list(self.board.gone))
-            if hopeless:
+            own, ahead = self._how_far(list(self.board.gone))
+            if ahead != 0:
+                self._level_since = math.inf
+            elif self._level_since == math.inf:
+                self._level_since = time.monotonic()
+            if ahead > 0 or time.monotonic() - self._level_since > _GRACE_S:
                 self._abort_from = own
                 transport.tell(self.rank, 1 + rank)
                 pending = False
@@ -446,14 +456,14 @@ class SymmetricHeap:
                 self._act(self._on_timeout, error)
         return pending or transport.needs_polling
 
-    def _how_far(self, gone: list[int]) -> tuple[int, bool]:
-        """LAUNCH of this rank, and whether a rank that is gone has not ended the launch that this one is in, or is to begin."""
+    def _how_far(self, gone: list[int]) -> tuple[int, int]:
+        """LAUNCH of this rank, and by how many launches it is ahead of those ranks that are gone which have come least far."""
         try:
             own = self.transport.read(layout.LAUNCH)
-            return own, any(own >= self.transport.launch_of(rank) for rank in gone)
+            return own, own - min(self.transport.launch_of(rank) for rank in gone)
         except RuntimeError as error:
             log.warning("torch_triton_dist: group %r: %s; taking the ranks that are gone for crashed", self.name, error)
-            return 0, True
+            return 0, 1
 
     # --- reset, end
 
@@ -507,6 +517,7 @@ class SymmetricHeap:
                 words |= {layout.CLAIM: layout.NO_TILE, layout.SEND: layout.NO_TILE}
             self.transport.write(words)
         self.needs, self._growths, self._poison, self._abort_from, self._reported = {}, 0, None, None, False
+        self._level_since = math.inf
         board.exchange("reset done", True, timeout_s)
 
     def close(self) -> None:

@@ -215,4 +215,4 @@ def test_copies_in_a_compiled_graph():
         given_away = [i for i, line in enumerate(lines) if re.search(rf"\bdel\b.*\b{shard}\b|= {shard}\b.*# reuse", line)]
         assert all(i > after for i in given_away if i > start)
         (reserved,) = [line for line in lines if "torch_triton_dist_runtime.reserve(" in line]
-        assert reserved.endswith(f", 0, 0, {copies.landing_bytes(100, 48, 2, torch.float32)})")
+        assert reserved.endswith(f", 0, 0, {copies.landing_bytes(100, 48, 2, torch.float32)}, 0)")

@@ -15,6 +15,7 @@ from torch_triton_dist.backends import cpu
 from torch_triton_dist.runtime import DistributedKernelError, layout
 
 cpu.ensure_registered()
+HEAPS = tl.constexpr(layout.HEAPS)
 
 
 def launch(kernel, group: str, *arguments, programs: int = 1) -> torch.Tensor:
@@ -68,12 +69,12 @@ def test_a_value_sent_to_the_next_rank(ranks2):
 @triton.jit
 def addresses(CTX, OUT):
     n = dl.launch_number(ctx=CTX)
-    mine = tl.load(CTX + 16 + dl.rank(ctx=CTX))
+    mine = tl.load(CTX + HEAPS + dl.rank(ctx=CTX))
     tl.store(OUT, dl.flags(n, ctx=CTX).to(tl.int64) - mine)
     tl.store(OUT + 1, dl.heap(n, tl.bfloat16, ctx=CTX).to(tl.int64) - mine)
     for peer in range(2):
         theirs = dl.symm_at(dl.heap(n, tl.bfloat16, ctx=CTX) + 3, peer, ctx=CTX)
-        tl.store(OUT + 2 + peer, theirs.to(tl.int64) - tl.load(CTX + 16 + peer))
+        tl.store(OUT + 2 + peer, theirs.to(tl.int64) - tl.load(CTX + HEAPS + peer))
     dl.leave(ctx=CTX)
 
 

@@ -265,3 +265,14 @@ def test_import_is_cheap():
         print(any(name in sys.modules for name in ("torch._inductor", "torch", "triton")))
     """
     assert run(script) == "False"
+
+
+def test_enable_leaves_the_device_language_for_later():
+    """Its many kernels take time to be parsed; a graph without collectives does without."""
+    script = """
+        import sys
+        import torch_triton_dist
+        torch_triton_dist.enable()
+        print([name for name in sys.modules if name.startswith("torch_triton_dist.language")])
+    """
+    assert run(script) == "[]"

@@ -109,7 +109,7 @@ def test_landing_area_over_its_life(request, pool, captured):
     ranks = request.getfixturevalue(pool)
     for right, areas, stamps, cleared, needs in ranks.run(life, captured):
         assert right and areas == 1 + captured and stamps == 2 and cleared
-        assert needs == layout.Needs(0, 0, copies.landing_bytes(90, 70, ranks.world, torch.float32))
+        assert needs == layout.Needs(0, 0, layout.landing_bytes(ranks.world, 90 * 70 * 4))
 
 
 def copies_without_a_launch(rank: int, world: int) -> list:
@@ -215,4 +215,4 @@ def test_copies_in_a_compiled_graph():
         given_away = [i for i, line in enumerate(lines) if re.search(rf"\bdel\b.*\b{shard}\b|= {shard}\b.*# reuse", line)]
         assert all(i > after for i in given_away if i > start)
         (reserved,) = [line for line in lines if "torch_triton_dist_runtime.reserve(" in line]
-        assert reserved.endswith(f", 0, 0, {copies.landing_bytes(100, 48, 2, torch.float32)}, 0)")
+        assert reserved.endswith(f", 0, 0, {layout.landing_bytes(2, 100 * 48 * 4)}, 0)")

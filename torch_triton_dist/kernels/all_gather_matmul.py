@@ -47,9 +47,8 @@ from collections.abc import Sequence
 import torch
 
 from .. import config
-from ..runtime.layout import WORD, landing_header
+from ..runtime.layout import WORD, landing_bytes, landing_header
 from . import all_gather_matmul_small
-from .copies import landing_bytes
 from .forecast import MANY, copied_us, grouped_us
 from .template import Plan, align, cdiv, constants_of, grid_programs, launch
 from .tiles import PROCESSORS, TMA_ROWS, Tile, choose_tile, fitting, pieces_of, power_of_two, tma_form_of, wide_tile, wide_tile_pays
@@ -391,7 +390,7 @@ def plan(
         num_stages=tile.num_stages,
         # n, bias and gather may differ: weights can be sharded unevenly
         signature=f"{NAME}(shard [{rows}, {k}], {dtype}, inner={inner}{', copied' if copied else ''})",
-        landing=landing_bytes(rows, k, world, dtype) if copied else 0,
+        landing=landing_bytes(world, rows * k * dtype.itemsize) if copied else 0,
     )
 
 

@@ -35,18 +35,13 @@ import triton
 import triton.language as tl
 
 from .. import language as dl
-from ..runtime.layout import LANDING_PARTS, WORD, align, landing_header
+from ..runtime.layout import LANDING_PARTS, WORD, landing_header
 from .matmul_tile import copy
 
 SLICE = 1 << 8  # elements at a time, where a kernel copies
 PARTS: tl.constexpr = tl.constexpr(LANDING_PARTS)
 
 _compiled: dict[tuple[int, torch.device, int, int], Any] = {}  # `enter_launch`, where it is loaded and for its constants
-
-
-def landing_bytes(rows: int, k: int, world: int, dtype: torch.dtype) -> int:
-    """Bytes of the landing area for shards [rows, k] of `world` ranks."""
-    return landing_header(world) + align(world * rows * k * dtype.itemsize)
 
 
 @triton.jit(do_not_specialize=["code"])

@@ -124,6 +124,11 @@ def landing_header(world: int) -> int:
     return align(WORD * (world * LANDING_PARTS + 1))
 
 
+def landing_bytes(world: int, shard_bytes: int) -> int:
+    """Bytes of the landing area for shards of `shard_bytes`."""
+    return landing_header(world) + align(world * shard_bytes)
+
+
 class Needs(NamedTuple):
     """What a launch needs: data bytes and flags in each half of the heap, bytes of the landing area, bytes of blanks in each half."""
 

@@ -9,6 +9,8 @@ TRITON ?= triton==3.7.1
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 # Where packages lie: $(PYTHON) may be of a virtual environment itself, whose packages --system-site-packages leaves out.
 SITE   := import sysconfig; print(sysconfig.get_path("purelib"))
+# The tests start some hundred processes: where this is set, each would compile all it imports.
+unexport PYTHONDONTWRITEBYTECODE
 HAS_GPU := $(shell if nvidia-smi -L 2>/dev/null | grep -q GPU || [ -e /dev/kfd ]; then echo 1; fi)
 
 # Workers of pytest-xdist, each with up to six ranks of one thread: on two cores three leave less idle than two. 0: one test after the other

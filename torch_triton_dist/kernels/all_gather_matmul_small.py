@@ -42,6 +42,10 @@ GROUPS = 4  # pieces of K that are waited for apart; the most parts of a tile
 PARTS = 4 * PROCESSORS  # of all tiles together, at most
 SCRATCH = PROCESSORS * 128 * 128  # elements of all parts, at most
 PART_DEPTH = 512  # of a part, at least
+PART_COST = 0.15  # of a part beside its product, in products of the whole depth: starting to load, storing, adding
+SENT_BYTES = 1 << 12  # of a chunk, about: none keeps a program for long
+SENDS = 128  # about one for each program, at most, where the depth allows
+LOADED = 1 << 13  # elements of a chunk that a program loads before it stores them, at most
 
 SOURCE = r"""
 {{def_kernel(*INPUTS)}}
@@ -154,7 +158,7 @@ SOURCE = r"""
 def _splits(tiles: int, tile: Tile, k: int) -> int:
     """Parts of a tile's depth with which the multiprocessors are busy for the shortest time; the fewest of those."""
     possible = [splits for splits in (1, 2, 4) if _fits(tiles, tile, splits, k)]
-    return min(possible, key=lambda splits: cdiv(tiles * splits, PROCESSORS) / splits)
+    return min(possible, key=lambda splits: cdiv(tiles * splits, PROCESSORS) * (1 / splits + PART_COST))
 
 
 def _fits(tiles: int, tile: Tile, splits: int, k: int) -> bool:
@@ -183,17 +187,20 @@ def plan(
     splits = splits or _splits(tiles, tile, k)
     if not _fits(tiles, tile, splits, k):
         raise ValueError(f"{NAME}: {tiles} tiles of {tile.m} x {tile.n} x {k} are not to be multiplied in {splits} parts")
-    # Sends for half of the programs, of 8 KiB at least: that fills the link.
-    chunks = max(1, min(k * rows * dtype.itemsize // (1 << 13), 64) // GROUPS)
-    push_k = cdiv(cdiv(k, GROUPS * chunks), 128) * 128  # parts begin where a step of the matmul begins, whatever the tile of this rank
+    # Parts begin where a step of the matmul begins, whatever the tile of this rank, and all groups are equally wide.
+    group_k = cdiv(cdiv(k, GROUPS), 128) * 128
+    push_k = 128
+    while group_k % (2 * push_k) == 0 and (2 * push_k * rows * dtype.itemsize <= SENT_BYTES or GROUPS * group_k > SENDS * push_k):
+        push_k *= 2
+    block_r = power_of_two(rows, 1, 32)
     slot_bytes = align(world * rows * k * dtype.itemsize)
     constants = {
         **constants_of(world * rows, n, k, tile, world, dtype, KERNEL_ID),
         "GROUPS": GROUPS,
-        "CHUNKS": chunks,
+        "CHUNKS": group_k // push_k,
         "PUSH_K": push_k,
-        "BLOCK_R": power_of_two(rows, 1, 32),
-        "BLOCK_C": 128,
+        "BLOCK_R": block_r,
+        "BLOCK_C": min(push_k, LOADED // block_r),
         "SPLITS": splits,
         "SCRATCH": slot_bytes,
         "INNER": 0 if inner == rows else inner,
@@ -205,7 +212,7 @@ def plan(
         # n may differ from rank to rank, and with it tile and parts: room for as many parts as are ever made.
         nbytes=slot_bytes + (SCRATCH * 4 if k >= 2 * PART_DEPTH else 0),
         nflags=GROUPS * world + GROUPS + PARTS,
-        programs=grid_programs(max(tiles * splits, GROUPS * chunks), device.type, device.index),
+        programs=grid_programs(max(tiles * splits, GROUPS * group_k // push_k), device.type, device.index),
         constants=constants,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,

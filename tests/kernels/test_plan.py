@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from unittest import mock
 
 import pytest
 import torch
@@ -17,11 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kernels.test_rounds import expected
-from torch_triton_dist import config
 from torch_triton_dist.backends import cpu
 from torch_triton_dist.kernels import all_gather_matmul as ag_mm
 from torch_triton_dist.kernels import all_gather_matmul_small as ag_small
-from torch_triton_dist.kernels import forecast
 from torch_triton_dist.kernels import matmul_all_reduce as mm_ar
 from torch_triton_dist.kernels import matmul_all_reduce_sliced as ar_sliced
 from torch_triton_dist.kernels import matmul_all_reduce_small as ar_small
@@ -235,143 +232,7 @@ def test_all_gather_by_copies(world, rows, n, k, dtype, device):
     assert WORD * c["HEADER"] + world * rows * k * dtype.itemsize <= plan.landing and WORD * c["HEADER"] % 256 == 0
 
 
-def test_copies_by_size():
-    """Where they were measured to pay, whatever the number of columns, which ranks need not have in common."""
-
-    def copied(rows, k, world, device=DEVICES[1], replayed=True):
-        form = {"inner": rows // world, "has_bias": False, "gather": False, "device": device, "replayed": replayed}
-        plans = [ag_mm.plan(rows // world, n, k, world, torch.bfloat16, **form) for n in (0, 1024, 7168)]
-        (landing,) = {plan.landing > 0 for plan in plans}
-        return landing
-
-    assert copied(4096, 4096, 2) and copied(8192, 4096, 2) and copied(16384, 8192, 2)
-    assert not copied(2304, 4096, 2) and not copied(2048, 8192, 2)  # a few MiB; in groups of columns
-    assert copied(4096, 4096, 4) and not copied(8192, 8192, 8) and not copied(8192, 8192, 2, DEVICES[0])
-    # Outside of graphs where the GPU takes longer than the host.
-    assert not copied(4096, 8192, 2, replayed=False) and copied(8192, 8192, 2, replayed=False)
-    assert not copied(4096, 8192, 4, replayed=False) and copied(8192, 8192, 4, replayed=False)
-    with config.patch(copy_engines="always"):
-        assert copied(4096, 8192, 2, replayed=False) and not copied(2304, 4096, 2)
-    with config.patch(copy_engines="never"):
-        assert not copied(8192, 8192, 2)
-
-
-def test_tiles_and_parts_of_groups():
-    """What was fastest of tiles of 128 and of 256 columns, the last of them whole or in two or four parts of K, on H200."""
-
-    def chosen(m, k, n, world=4):
-        form = {"inner": m // world, "has_bias": False, "gather": False, "device": DEVICES[1]}
-        constants = ag_mm.plan(m // world, n, k, world, torch.bfloat16, **form).constants
-        return constants["BLOCK_N"], constants["SPLITS"]
-
-    assert chosen(512, 4096, 1024) == (128, 4)  # 33 us; whole: 44 us
-    assert chosen(1024, 4096, 1536) == (128, 1)  # 50 us; in two parts: 54 us; wide: 67 us
-    assert chosen(1024, 8192, 2048) == (128, 4)  # 84 us; wide, in four parts: 107 us
-    assert chosen(2048, 4096, 1536) == (256, 1)  # 71 us; narrow: 82 us
-    assert chosen(2048, 4096, 2560) == (128, 1)  # 91 us; wide, in two parts: 100 us
-    assert chosen(2048, 8192, 2048) == (256, 4)  # 137 us; narrow: 157 us
-    assert chosen(1024, 8192, 3584) == (256, 1)  # the only round
-    assert (chosen(2048, 8192, 2560), chosen(2048, 8192, 2560, 2)) == ((128, 1), (256, 2))  # 171, 175 us; 167, 151 us
-
-
-def test_when_products_are_staged():
-    """Where programs have several wide tiles; on two ranks not in many rounds."""
-
-    def staged(m, n, world):
-        form = {"inner": m // world, "reduce_op": "sum", "bias_dims": 0, "device": DEVICES[1]}
-        return {bool(mm_rs.plan(m, n, k, world, torch.bfloat16, **form).constants["SLICE"]) for k in (2048, 7168)}
-
-    assert staged(4096, 8192, 4) == staged(8192, 8192, 4) == staged(4096, 8192, 2) == {True}
-    assert staged(8192, 8192, 2) == staged(512, 8192, 4) == {False}
-
-
-def test_tiles_that_the_model_does_not_know():
-    """Those of 64 rows stay whole; with very many, no time is spent on the last round."""
-
-    def chosen(rows, n, world, **form):
-        plan = ag_mm.plan(rows, n, 8192, world, torch.bfloat16, inner=rows, has_bias=False, gather=False, device=DEVICES[1], **form)
-        return plan.constants["BLOCK_M"], plan.constants["BLOCK_N"], plan.constants["SPLITS"]
-
-    with mock.patch.object(ag_mm, "copied_us", side_effect=AssertionError), mock.patch.object(ag_mm, "grouped_us", return_value=1.0):
-        assert chosen(64, 1024, 8) == (64, 64, 1)
-        assert chosen(512, 1 << 20, 4) == (128, 256, 1)
-        assert chosen(8192, 1 << 17, 2, copied=True) == (128, 256, 1)
-
-
-def test_forecast_of_parts():
-    """Three programs, two tiles of the own rows and two of the peer's, the last in two parts: to those that had the own rows."""
-    tile_us, sent_us = 0.44 * 8192 / 64, 128 * 8192 * 2 / 350e3
-    with mock.patch.object(forecast, "PROCESSORS", 3):
-        problem = (128, 256, 8192, 2, 128, 4)
-        whole, parts = (forecast.grouped_us.__wrapped__(*problem, splits, 0) for splits in (1, 2))
-        sends = forecast.grouped_us.__wrapped__(128, 128, 8192, 2, 128, 4, 1, 2)
-    assert whole == pytest.approx(5 + 2 * tile_us)
-    assert parts == pytest.approx(5 + 1.5 * tile_us + 2.6 + 2 * 1.2)
-    assert sends == pytest.approx(5 + 10.7 + sent_us + tile_us)  # two of three programs send before they multiply
-
-
-def test_forecast_of_a_small_problem():
-    """The example of the module: two tiles of the peer wait for its rows, which have come after 14 and 3 us."""
-    tile_us = 0.44 * 4096 / 64
-    assert forecast.grouped_us(128, 256, 4096, 2, 128, 1, 1, 0) == pytest.approx(5 + 9 + (128 * 4096 * 2) / 350e3 + tile_us)
-    assert forecast.grouped_us(128, 256, 4096, 2, 128, 4, 1, 0) == pytest.approx(5 + 9 + (128 * 4096 * 2) / 350e3 / 4 + tile_us)
-    assert forecast.copied_us(128, 256, 4096, 2, 128) == pytest.approx((128 * 4096 * 2) / 375e3 + tile_us)
-
-
-def test_tiles_when_rows_are_copied():
-    """Wide ones, but where few columns are multiplied sooner than rows come: the tiles of the last rows are to be short."""
-
-    def width(rows, n, k):
-        plan = ag_mm.plan(rows, n, k, 2, torch.bfloat16, inner=rows, has_bias=False, gather=False, device=DEVICES[1], copied=True)
-        return plan.constants["BLOCK_N"]
-
-    assert [width(2048, n, 8192) for n in (512, 1024, 2048, 7168)] == [128, 128, 256, 256]
-
-
 few = {**shapes, "rows": st.integers(1, 64)}
-
-
-def gather_of_few(rows, n, k):
-    return ag_small.plan(rows, n, k, 4, torch.bfloat16, inner=rows, has_bias=False, gather=False, device=DEVICES[1]).constants
-
-
-@pytest.mark.parametrize(
-    ("m", "n", "k", "tile", "parts"),
-    [
-        (52, 5120, 5120, (64, 64), 1),  # 80 tiles: parts would be two or three rounds, and 32.4 or 33.7 us instead of 30.0
-        (52, 3584, 8192, (64, 64), 2),
-        (64, 2048, 8192, (64, 64), 4),
-        (128, 1024, 4096, (64, 64), 4),
-        (128, 2048, 8192, (128, 64), 4),
-        (100, 2560, 8192, (128, 128), 4),
-        (128, 7168, 8192, (128, 128), 2),
-        (256, 7168, 8192, (128, 128), 1),
-    ],
-)
-def test_tiles_and_parts_of_a_small_all_gather(m, n, k, tile, parts):
-    """Those that were the fastest of several on four GPUs."""
-    c = gather_of_few(m // 4, n, k)
-    assert ((c["BLOCK_M"], c["BLOCK_N"]), c["SPLITS"]) == (tile, parts)
-
-
-@pytest.mark.parametrize(
-    ("rows", "k", "push_k", "chunks"), [(1, 8192, 2048, 1), (5, 5120, 256, 5), (16, 8192, 128, 16), (64, 65536, 512, 32), (2, 200, 128, 1)]
-)
-def test_chunks_of_a_small_all_gather(rows, k, push_k, chunks):
-    """About 4 KiB, so that no program sends for long, but no more of them than programs, where the depth can be divided so."""
-    c = gather_of_few(rows, 1024, k)
-    assert (c["PUSH_K"], c["CHUNKS"]) == (push_k, chunks)
-
-
-def test_rounds_of_an_all_reduce():
-    """Two for two to four tiles a program, one for more or fewer: 1024 tiles in two rounds took 430 us, in one 347 us."""
-
-    def rounds(m, n):
-        plan = mm_ar.plan(m, n, 1024, 4, torch.bfloat16, reduce_op="sum", bias_dims=0, device=DEVICES[1])
-        c = plan.constants
-        return cdiv(cdiv(m, c["BLOCK_M"]) * cdiv(n, c["BLOCK_N"]), 4 * c["S"])
-
-    assert [rounds(m, 4096) for m in (2048, 4096, 8192, 16384)] == [1, 2, 1, 1]
 
 
 @many
@@ -501,48 +362,6 @@ def test_signatures_tell_problems_apart():
     codes += [slices(form="small"), slices(form="two_shot")]
     codes += [gather(), gather(rows=512, inner=512), gather(k=128), gather(inner=128), gather(dtype=fp16)]
     assert len(set(codes)) == len(codes)
-
-
-@given(m=st.integers(1, 5000), n=st.integers(1, 30000), k=st.integers(16, 9000), dtype=st.sampled_from(DTYPES), tma=st.booleans())
-@settings(max_examples=300, deadline=None)
-def test_operands_fit_the_shared_memory_of_small_gpus(m, n, k, dtype, tma):
-    """99 KiB a program, with the tensor memory accelerator (sm_120) or without (sm_86, sm_89)."""
-    with mock.patch.object(tile_shapes, "shared_bytes", lambda: 97 << 10), mock.patch.object(tile_shapes, "has_tma", lambda index: tma):
-        tiles = [tile_shapes.few_rows_tile(m, n, k, dtype, "cuda", gathered) for gathered in (True, False)]
-        tiles += [tile_shapes.choose_tile(m, rows, n, k, dtype, "cuda") for rows in (m, -(-m // 4))]
-        assert all(tile.num_stages * tile.k * (tile.m + tile.n) * dtype.itemsize <= 97 << 10 for tile in tiles)
-        wide = tile_shapes.wide_tile(k)
-        assert wide.num_stages * wide.k * (wide.m + wide.n) * 2 <= 97 << 10
-
-
-def test_what_the_tensor_memory_accelerator_can_load(monkeypatch):
-    gpu, bf16 = torch.device("cuda", 0), torch.bfloat16
-    rows, columns = ((512, 1024), (1024, 1)), ((512, 1024), (1, 512))
-    a = ((256, 512), (512, 1))
-    monkeypatch.setattr(tile_shapes, "has_tma", lambda index: True)
-    assert tile_shapes.tma_form(gpu, bf16, a, rows) == "rows"
-    assert tile_shapes.tma_form(gpu, bf16, a, columns) == "columns"
-    assert tile_shapes.tma_form(gpu, torch.float32, a, rows) == ""
-    assert tile_shapes.tma_form(torch.device("cpu"), bf16, a, rows) == ""
-    for odd in (((256, 512), (1, 256)), ((256, 512), (516, 1)), ((256, 512), (256, 1)), ((256, 32), (32, 1))):
-        assert tile_shapes.tma_form(gpu, bf16, odd, rows) == ""  # columns of A, rows off 16 bytes, overlapping rows, too few columns
-    for odd in (((512, 1024), (1028, 1)), ((512, 1024), (1, 516)), ((512, 1024), (2048, 2)), ((512, 8), (8, 1)), ((512, 1024), (0, 1))):
-        assert tile_shapes.tma_form(gpu, bf16, a, odd) == ""
-    monkeypatch.undo()
-    tile_shapes.has_tma.cache_clear()
-    monkeypatch.setattr(torch.version, "hip", "7.0")
-    assert not tile_shapes.has_tma(None)  # AMD
-    tile_shapes.has_tma.cache_clear()
-
-
-def test_a_scatter_of_blocks_uses_the_accelerator_only_where_rows_of_a_tile_follow_each_other():
-    def tma(rows, inner):
-        plan = mm_rs.plan(4 * rows, 1024, 512, 4, torch.bfloat16, inner=inner, reduce_op="sum", bias_dims=0, device=DEVICES[1], tma="rows")
-        assert plan.constants["BLOCK_M"] == 128
-        return plan.constants["TMA"]
-
-    assert tma(1024, 1024) and tma(1000, 1000)  # one block of rows, whatever its length
-    assert tma(1024, 256) and not tma(1024, 64) and not tma(1200, 200)
 
 
 @given(world=st.integers(2, 5), outer=st.integers(1, 4), shard=st.integers(1, 5), last=st.integers(1, 3))

@@ -192,12 +192,13 @@ def plan(
     push_k = 128
     while group_k % (2 * push_k) == 0 and (2 * push_k * rows * dtype.itemsize <= SENT_BYTES or GROUPS * group_k > SENDS * push_k):
         push_k *= 2
+    chunks = group_k // push_k
     block_r = power_of_two(rows, 1, 32)
     slot_bytes = align(world * rows * k * dtype.itemsize)
     constants = {
         **constants_of(world * rows, n, k, tile, world, dtype, KERNEL_ID),
         "GROUPS": GROUPS,
-        "CHUNKS": group_k // push_k,
+        "CHUNKS": chunks,
         "PUSH_K": push_k,
         "BLOCK_R": block_r,
         "BLOCK_C": min(push_k, LOADED // block_r),
@@ -212,7 +213,7 @@ def plan(
         # n may differ from rank to rank, and with it tile and parts: room for as many parts as are ever made.
         nbytes=slot_bytes + (SCRATCH * 4 if k >= 2 * PART_DEPTH else 0),
         nflags=GROUPS * world + GROUPS + PARTS,
-        programs=grid_programs(max(tiles * splits, GROUPS * group_k // push_k), device.type, device.index),
+        programs=grid_programs(max(tiles * splits, GROUPS * chunks), device.type, device.index),
         constants=constants,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,

@@ -201,7 +201,8 @@ def plan(
     assert form == "two_shot", form
     tma = tma if tile.m >= TMA_ROWS else ""
     programs = grid_programs(tiles, device.type, device.index)
-    # Two rounds hide the way of the first sums behind the second products; more, and one for small and for large problems, are slower.
+    # Two rounds hide the way of the first sums behind the second products. More are slower, and so are two where programs have fewer than
+    # two tiles each, or more than four.
     size = tiles / 2 if 2 * PROCESSORS <= tiles <= 4 * PROCESSORS else tiles
     share = max(1, min(tiles // world, share_of_round(cdiv(tiles, world), world, max(1, int(size)))))
     rounds = cdiv(tiles, world * share)

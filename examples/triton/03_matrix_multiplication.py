@@ -28,7 +28,7 @@ def tile(m: int, n: int, k: int, warps: int = 4, stages: int = 3) -> triton.Conf
 
 # A GPU's tile must fit into registers and shared memory. A CPU's second-level cache holds larger ones, which are fetched less often.
 GPU_TILES = [tile(64, 64, 32), tile(128, 128, 32, 8), tile(128, 64, 64)]
-TILES = GPU_TILES if ON_GPU else [tile(64, 64, 64), tile(128, 256, 64), tile(256, 256, 64), tile(256, 256, 256)]
+TILES = GPU_TILES if ON_GPU else [tile(64, 64, 64), tile(128, 256, 64), tile(256, 256, 64), tile(256, 256, 128)]
 
 
 # At the first call with new values of the key, the autotuner times every candidate and keeps the best for later calls.

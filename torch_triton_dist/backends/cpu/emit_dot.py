@@ -15,8 +15,8 @@ from .emit_elementwise import convert, widen
 from .target import Target
 from .ttir import Op, Type
 
-_COLUMNS = 2  # vectors of c beside each other in registers
 _UNROLL = 2  # steps along k in one round of the innermost loop
+_STEPS_A_LINE = 8  # steps along k in which one line of the coming blocks is fetched, at most
 
 
 def _largest(limit: int, extent: int) -> int:
@@ -72,10 +72,11 @@ class Blocking:
 def blocking(target: Target, m: int, n: int, k: int, ty: str) -> Blocking:
     size = {"float": 4, "double": 8, "i32": 4}[ty]
     lanes = _largest(target.lanes * 4 // size, n)
-    # 24 accumulators of 32 vector registers (12 of 16 without AVX-512): in each step along k, the loads of b and the broadcasts of a
-    # must take fewer slots than the multiplications.
-    columns = _largest(_COLUMNS, n // lanes)
-    rows = min((24 if target.lanes >= 16 else 12) // columns, 12, m)
+    # 24 accumulators of 32 vector registers, 12 of 16 without AVX-512. In each step along k the loads of b and the broadcasts of a take
+    # fewer slots than the multiplications, and the fewest where both are about as many.
+    columns, accumulators = (4, 24) if target.lanes >= 16 else (2, 12)
+    columns = _largest(columns, n // lanes)
+    rows = min(accumulators // columns, 12, m)
     return Blocking(m, n, k, ty, lanes, columns, rows, panels=m > rows and n > lanes * columns)
 
 
@@ -139,7 +140,7 @@ def _tile(module: ModuleEmitter, cut: Blocking, tag: str, rows: int, first: int,
             body.append(f"  %as{u}~ = getelementptr i8, ptr %arow~, i64 %an{u}~")
             body.append(f"  %at{u}~ = getelementptr i8, ptr %as{u}~, i64 {(k + u) * rows * size}")
             body.append(f"  call void @llvm.prefetch.p0(ptr %at{u}~, i32 0, i32 3, i32 1)")
-        body += [line.replace("$", str(u)) for line in ahead if u % every == 0]
+        body += [line.replace("$", str(u)) for line in ahead if u % min(every, unroll) == 0]
         for j in range(cut.columns):
             body.append(f"  %bp{u}_{j}~ = getelementptr i8, ptr %brow~, i64 {(u * cut.stride + j * lanes) * size}")
             body.append(f"  %b{u}_{j}~ = load {vector}, ptr %bp{u}_{j}~, align {size}")
@@ -201,11 +202,11 @@ def _tile(module: ModuleEmitter, cut: Blocking, tag: str, rows: int, first: int,
 
 def _ahead(cut: Blocking, unroll: int) -> tuple[list[str], list[str], int]:
     """Code that fetches one line of the next blocks of a and b, what starts it in each tile, and after how many steps along k it is
-    due again: as evenly spread over the product as that goes, because the processor can wait for few lines at a time. Even tiles
-    fetch lines of a, odd ones of b, below each other."""
+    due again: as evenly spread over the product as that goes, because the processor can wait for few lines at a time. A round of
+    fewer steps asks for the same line again, which costs little. Even tiles fetch lines of a, odd ones of b, below each other."""
     lines = cut.m * cut.ahead[0] + cut.k * cut.ahead[1]
     steps = cut.n // cut.width * (cut.m // cut.rows) * cut.k
-    every = min(unroll, 1 << max(steps // lines, 1).bit_length() - 1)
+    every = min(_STEPS_A_LINE, 1 << max(steps // lines, 1).bit_length() - 1, cut.k)
     height = cut.k // every  # rows that a tile gets through
     a_chunks, b_chunks = max(cut.m // height, 1), every
     start = [
@@ -225,12 +226,12 @@ def _ahead(cut: Blocking, unroll: int) -> tuple[list[str], list[str], int]:
         "  %valid~ = icmp ult i64 %column~, %all~",
         "  %from0~ = getelementptr i8, ptr %base~, i64 %off~",
         "  %from~ = select i1 %valid~, ptr %from0~, ptr %ctile~",  # nothing is left: something that is in the cache
-        f"  %small~ = ashr i64 %stride~, {every.bit_length() - 1}",
-        "  %step~ = select i1 %valid~, i64 %small~, i64 0",
+        "  %step~ = select i1 %valid~, i64 %stride~, i64 0",
     ]
     each = [
         "  %kk$~ = add nuw nsw i64 %k~, $",
-        "  %way$~ = mul i64 %kk$~, %step~",
+        f"  %due$~ = lshr i64 %kk$~, {every.bit_length() - 1}",
+        "  %way$~ = mul i64 %due$~, %step~",
         "  %line$~ = getelementptr i8, ptr %from~, i64 %way$~",
         "  call void @llvm.prefetch.p0(ptr %line$~, i32 0, i32 2, i32 1)",
     ]

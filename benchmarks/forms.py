@@ -3,13 +3,15 @@ kernels/all_gather_matmul.py, and the model in kernels/forecast.py.
 
     torchrun --standalone --nproc-per-node 4 benchmarks/forms.py all_reduce --rows 17 32 64 128 256 --depth 2048 --columns 8192
     torchrun --standalone --nproc-per-node 4 benchmarks/forms.py all_gather --rows 4096 8192 --depth 8192 --columns 2048 7168
+    torchrun --standalone --nproc-per-node 4 benchmarks/forms.py all_gather --rows 4 64 128 --depth 4096 --columns 1024 7168
 
 GEMM + all-reduce: two-shot in rounds or in slices, one-shot (small, up to 256 rows), and what `plan` chooses; beside them cuBLAS alone, and
 followed by `two_shot_all_reduce_` and `one_shot_all_reduce` of torch's symmetric memory. All-gather + GEMM: rows sent by programs, by copy
-engines, and as `plan` chooses; up to 2048 rows, tiles of 128 columns (n) or 256 (w), the last ones in 1, 2 or 4 parts of K. Beside them
-cuBLAS alone, behind NCCL, and async TP. bf16. As in `python -m torch_triton_dist bench`: each is a CUDA
-graph of several calls on other inputs, replayed in turns with a cold cache; printed are microseconds a call, median of the replays, the
-slowest rank. Every form is compared with fp32 first. Without GPUs it runs on the CPU: to see that it works.
+engines, and as `plan` chooses; up to 2048 rows, tiles of 128 columns (n) or 256 (w), the last ones in 1, 2 or 4 parts of K; up to 256 rows,
+tiles of several sizes, all in 1, 2 or 4 parts of K. Beside them cuBLAS alone, behind NCCL, and async TP. bf16. As in `python -m
+torch_triton_dist bench`: each is a CUDA graph of several calls on other inputs, replayed in turns with a cold cache; printed are
+microseconds a call, median of the replays, the slowest rank. Every form is compared with fp32 first. Without GPUs it runs on the CPU: to
+see that it works.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from torch_triton_dist import utils
 from torch_triton_dist.bench import variants
 from torch_triton_dist.bench.cases import AG, AR, Case
 from torch_triton_dist.bench.measure import LIMITS, Machine, Runner, change_inputs, make_setup, on_gpu, references, slowest_rank, time_all
-from torch_triton_dist.kernels import all_gather_matmul, matmul_all_reduce
+from torch_triton_dist.kernels import all_gather_matmul, all_gather_matmul_small, matmul_all_reduce
 from torch_triton_dist.kernels.tiles import choose_tile, fitting, wide_tile
 
 FORMS = {
@@ -44,7 +46,20 @@ PARTS = {
 
 def forms_of(case: Case, world: int) -> dict[str, dict]:
     """Arguments of `run` by name of the form."""
-    if case.op == AG and 256 < case.m <= all_gather_matmul.GROUPED_ROWS:
+    if case.op == AG and case.m <= all_gather_matmul.SMALL_ROWS[world]:
+        loads = {
+            (tile, parts): all_gather_matmul_small.load(case.m, case.n, case.k, tile, parts)
+            for tile in all_gather_matmul_small.tiles_of(case.m, case.n, case.k, torch.bfloat16, "cuda")
+            for parts in all_gather_matmul_small.splits_of(case.m, case.n, case.k, tile)
+        }
+        worst = 1.7 * min(loads.values())
+        forms = {
+            f"{tile.m}x{tile.n} {parts}": {"tile": tile, "splits": parts, "small": True}
+            for (tile, parts), load in loads.items()
+            if load < worst
+        }
+        return forms | {"chosen": {}}
+    if case.op == AG and case.m <= all_gather_matmul.GROUPED_ROWS:
         tile = choose_tile(case.m, case.m // world, case.n, case.k, torch.bfloat16, "cuda", wide=64)
         tiles = {"n": fitting(tile._replace(n=128, num_stages=4), 2), "w": wide_tile(case.k)}
         forms = {f"{name}{parts}": {"tile": tile, "splits": parts} for name, tile in tiles.items() for parts in (1, 2, 4)}

@@ -121,7 +121,7 @@ def gather_of_few(rows, n, k):
     ("m", "n", "k", "tile", "parts"),
     [
         (52, 5120, 5120, (64, 64), 1),  # 80 tiles: parts would be two or three rounds, and 32.4 or 33.7 us instead of 30.0
-        (52, 3584, 8192, (64, 64), 2),
+        (52, 3584, 8192, (64, 128), 4),
         (64, 2048, 8192, (64, 64), 4),
         (128, 1024, 4096, (64, 64), 4),
         (128, 2048, 8192, (128, 64), 4),
@@ -161,7 +161,7 @@ def test_rounds_of_an_all_reduce():
 def test_operands_fit_the_shared_memory_of_small_gpus(m, n, k, dtype, tma):
     """99 KiB a program, with the tensor memory accelerator (sm_120) or without (sm_86, sm_89)."""
     with mock.patch.object(tile_shapes, "shared_bytes", lambda: 97 << 10), mock.patch.object(tile_shapes, "has_tma", lambda index: tma):
-        tiles = [tile_shapes.few_rows_tile(m, n, k, dtype, "cuda", gathered) for gathered in (True, False)]
+        tiles = [tile_shapes.few_rows_tile(m, n, k, dtype, "cuda"), *ag_small.tiles_of(m, n, k, dtype, "cuda")]
         tiles += [tile_shapes.choose_tile(m, rows, n, k, dtype, "cuda") for rows in (m, -(-m // 4))]
         assert all(tile.num_stages * tile.k * (tile.m + tile.n) * dtype.itemsize <= 97 << 10 for tile in tiles)
         wide = tile_shapes.wide_tile(k)

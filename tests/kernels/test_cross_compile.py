@@ -57,6 +57,8 @@ CASES = {
     "all_gather tma": lambda: (ag_mm, (False, False), _plan_ag(1024, 7168, 8192, BF16, tma="columns")),
     "small all_gather": lambda: (ag_mm, (False, False), _plan_ag(16, 2048, 8192, BF16)),
     "small all_gather kept": lambda: (ag_mm, (True, True), _plan_ag(60, 7168, 8192, FP16, inner=15, has_bias=True, gather=True)),
+    "small all_gather tma": lambda: (ag_mm, (True, True), _plan_ag(50, 7000, 8192, BF16, inner=25, has_bias=True, gather=True, tma="rows")),
+    "small reduce_scatter tma": lambda: (mm_rs, (True,), _plan_rs(4 * 63, 8000, 2048, FP16, inner=21, bias_dims=1, tma="columns")),
     "small reduce_scatter": lambda: (mm_rs, (False,), _plan_rs(64, 8192, 2048, BF16)),
     "small reduce_scatter ragged": lambda: (mm_rs, (True,), _plan_rs(4 * 15, 1000, 200, FP16, inner=5, bias_dims=1)),
     "all_gather fp32": lambda: (ag_mm, (False, True), _plan_ag(300, 100, 200, FP32, gather=True)),
@@ -103,6 +105,10 @@ COMPILED = [
     ("small all_gather", "gfx942", "v_mfma_f32"),
     ("small all_gather kept", "sm_90", "mma.sync|wgmma"),
     ("small all_gather kept", "gfx950", "v_mfma_f32"),
+    ("small all_gather tma", "sm_90", "wgmma.mma_async"),
+    ("small all_gather tma", "sm_100", "tcgen05.mma"),
+    ("small reduce_scatter tma", "sm_90", "wgmma.mma_async"),
+    ("small reduce_scatter tma", "sm_100", "tcgen05.mma"),
     ("small reduce_scatter", "sm_90", "mma.sync|wgmma"),
     ("small reduce_scatter", "gfx942", "v_mfma_f32"),
     ("small reduce_scatter ragged", "sm_80", "mma.sync"),
@@ -259,7 +265,7 @@ def test_wavefronts_wait_for_what_they_stage():
     assert waits(True) == waits(False) + 1
 
 
-@pytest.mark.parametrize("case", ["all_gather tma", "all_gather tma kept", "all_gather copied tma kept"])
+@pytest.mark.parametrize("case", ["all_gather tma", "all_gather tma kept", "all_gather copied tma kept", "small all_gather tma"])
 def test_tma_loads_from_the_heap_come_behind_a_wait_and_a_fence(case):
     """The rows that an all-gather loads through the async proxy are reached through the wait, and fenced behind it."""
     flow = Flow(compiled(case, "sm_90")["ttir"])
@@ -377,7 +383,7 @@ def test_flags_in_ptx(case, target):
     at_once = positions(r"atom\.global\.(sys\.acquire|acquire\.sys)\.", instructions)
     raised = positions(r"atom\.global\.(sys\.release|release\.sys)\.", instructions)
     assert len(polls) >= 3  # of `wait_stamp`: a first look, and twice in `_wait_slowly`
-    twice = case in ("small all_gather kept", *IN_GROUPS) or (case.startswith("sliced") and not CASES[case]()[2].constants["PACKED"])
+    twice = case in IN_GROUPS or (case.startswith("small all_gather") and CASES[case]()[2].constants["GATHER"])
     assert len(at_once) == (2 if twice else 0 if case.startswith("all_gather") else 1)
     assert all(".add." in instructions[i] for i in at_once) and all(".exch.b64" in instructions[i] for i in raised) and raised
     # One thread touches a flag, and block barriers stand between it and the data of all others.
@@ -413,7 +419,7 @@ def test_tma_kernels_load_their_operands_by_tma(case, target):
     instructions = ptx_instructions(compiled(case, target)["ptx"])
     loads = positions(r"cp\.async\.bulk\.tensor\.2d\.shared::c", instructions)
     assert len(loads) >= 2 and not positions(r"cp\.async\.(cg|ca)", instructions)
-    if case.startswith("all_gather"):
+    if "all_gather" in case:
         # Rows of peers: a fence of the async proxy (Triton's own are for shared memory) between each look at a flag and the next TMA load.
         fences = positions(r"fence\.proxy\.async;", instructions)
         waits = [i for i in positions(r"ld\.global\.(sys\.acquire|acquire\.sys)\.b64", instructions) if i < loads[-1]]

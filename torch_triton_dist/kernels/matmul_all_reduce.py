@@ -37,14 +37,13 @@ import torch
 
 from . import matmul_all_reduce_sliced, matmul_all_reduce_small
 from .template import Plan, align, cdiv, constants_of, grid_programs, launch, scale_of
-from .tiles import PROCESSORS, TMA_ROWS, Tile, choose_tile, few_rows_tile, pieces_of, share_of_round, tma_form_of
+from .tiles import FEW_TMA_ROWS, PROCESSORS, TMA_ROWS, Tile, choose_tile, few_rows_tile, pieces_of, share_of_round, tma_form_of
 
 NAME = "matmul_all_reduce"
 KERNEL_ID = 3
 
 SMALL_BYTES = 1 << 17  # of the result, up to which `matmul_all_reduce_small` is faster
 SMALL_BYTES_OF_TWO = 1 << 20  # of two ranks, to which it sends no more than the others do
-SLICED_TMA_ROWS = 128  # rows of a tile from which on making descriptors pays in `matmul_all_reduce_sliced`
 
 SOURCE = r"""
 {{def_kernel(*INPUTS)}}
@@ -188,7 +187,7 @@ def plan(
     same on all ranks; form: "small", "sliced" (the kernels of that name), "two_shot" (the one here; "sliced" where ranks would own no
     tile), or "", by `choose_form`."""
     if tile is None and (m < 1024 or cdiv(m, 128) * cdiv(n, 128) <= PROCESSORS):
-        tile = few_rows_tile(m, n, k, dtype, device.type, gathered=False, wide=False)
+        tile = few_rows_tile(m, n, k, dtype, device.type, wide=False)
     tile = tile or choose_tile(m, m, n, k, dtype, device.type)
     tiles = cdiv(m, tile.m) * cdiv(n, tile.n)
     form = form or choose_form(m * n * dtype.itemsize, tiles, world)
@@ -196,7 +195,7 @@ def plan(
     if form == "small":
         return matmul_all_reduce_small.plan(m, n, k, world, dtype, **common)
     if form == "sliced" or tiles < world:
-        tma = tma if tile.m >= SLICED_TMA_ROWS else ""
+        tma = tma if tile.m >= FEW_TMA_ROWS else ""
         return matmul_all_reduce_sliced.plan(m, n, k, world, dtype, tma=tma, **common)
     assert form == "two_shot", form
     tma = tma if tile.m >= TMA_ROWS else ""

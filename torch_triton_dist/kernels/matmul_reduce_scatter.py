@@ -57,8 +57,9 @@ from .tiles import (
 NAME = "matmul_reduce_scatter"
 KERNEL_ID = 2
 
-# Global rows up to which `matmul_reduce_scatter_small` is faster; on the CPU, just to use it.
-SMALL_ROWS = {"cpu": 32}
+# Global rows up to which `matmul_reduce_scatter_small` is faster, by the number of ranks; on the CPU, just to use it.
+SMALL_ROWS = {2: 384, 4: 256}
+SMALL_ROWS_CPU = 32
 
 SOURCE = r"""
 {{def_kernel(*INPUTS)}}
@@ -197,15 +198,15 @@ def plan(
     `matmul_reduce_scatter_small` (None: by the rows); staged: whether products are staged (None: by the tiles)."""
     rows = m // world
     if small is None:
-        small = m <= SMALL_ROWS.get(device.type, 256)
+        small = m <= (SMALL_ROWS_CPU if device.type == "cpu" else SMALL_ROWS.get(world, 256))
     if small:
         return matmul_reduce_scatter_small.plan(
-            m, n, k, world, dtype, inner=inner, reduce_op=reduce_op, bias_dims=bias_dims, device=device, tile=tile
+            m, n, k, world, dtype, inner=inner, reduce_op=reduce_op, bias_dims=bias_dims, device=device, tma=tma, tile=tile
         )
     if tile is None:
         tile = choose_tile(m, rows, n, k, dtype, device.type, wide=256 if rows > 32 else 128)
         if tile[:2] == (128, 128) and dtype.itemsize == 2:
-            tile = wide_tile(k) if wide_tile_pays(m, n) else deep_tile(*tile[:2], k)
+            tile = wide_tile(k) if wide_tile_pays(m, n) else deep_tile(*tile[:2], k, dtype)
     if tile.m < TMA_ROWS or (inner != rows and inner % tile.m):  # the rows of a tile do not follow each other in x
         tma = ""
     tiles = cdiv(rows, tile.m) * cdiv(n, tile.n)

@@ -7,20 +7,21 @@ a heap: [W][R, tiles_n * BLOCK_N].
 
 Protocol
     send  claims 0 .. T-1: compute a tile; store each of its rows into [me] of the rank that it belongs to, the own one included
-    sum   claims T .. T+tiles_n-1, columns of tiles of the own rows: look at them in [0] .. [W-1] until nothing there is blank, adding up;
-          blank them; epilogue; store. The program with claim T makes sure first that all ranks run this kernel (`dl.meet`).
+    sum   claims T .. T+tiles_n*SUMS-1, BLOCK_R of the own rows in columns of tiles, one sum for every program as far as that goes: look at
+          them in [0] .. [W-1] until nothing there is blank, adding up; blank them; epilogue; store. The program with claim T makes sure
+          first that all ranks run this kernel (`dl.meet`).
 
-Example: W=2, x [4, K], BLOCK_M=16: R=2, T=tiles_n=2. Rank 0 claims 0 and 1, the columns of tiles: rows 0-1 into its own [0], rows 2-3 into
-[0] of rank 1. Claim 2: adds rows 0-1 of the first columns of [0] and [1], once both have come, and blanks them.
+Example: W=2, x [4, K], BLOCK_M=16, SUMS=1: R=2, T=tiles_n=2. Rank 0 claims 0 and 1, the columns of tiles: rows 0-1 into its own [0], rows
+2-3 into [0] of rank 1. Claim 2: adds rows 0-1 of the first columns of [0] and [1], once both have come, and blanks them.
 
 Why it cannot deadlock: sends never wait and are claimed first, so every rank sends everything whatever its peers do, also with a single
 resident program.
 
 Why it cannot race: a number is stored whole, and nobody reads a slot that is blank. A slot has one writer, once in a launch, and one
-reader, the program with its columns, which stores blanks there when it has what all its threads have read. Slots of launch n lie in half
-n % 2 and are written again in launch n+2 at the earliest. A rank starts n+2 after its own n+1, in which it has seen what every peer has
-sent in n+1 (R >= 1). A peer sends in n+1 after its own launch n has ended, so what it read there is blank again before anybody writes to
-it. Every rank finds out that its peers run the same kernel, so nothing lies in slots that nobody reads.
+reader, the program with its rows and columns, which stores blanks there when it has what all its threads have read. Slots of launch n lie
+in half n % 2 and are written again in launch n+2 at the earliest. A rank starts n+2 after its own n+1, in which it has seen what every
+peer has sent in n+1 (R >= 1). A peer sends in n+1 after its own launch n has ended, so what it read there is blank again before anybody
+writes to it. Every rank finds out that its peers run the same kernel, so nothing lies in slots that nobody reads.
 
 The rounded products of ranks 0 .. W-1 are added in this order, in fp32, and rounded once: the same from run to run.
 """
@@ -30,7 +31,7 @@ from __future__ import annotations
 import torch
 
 from .template import Plan, align, cdiv, constants_of, grid_programs, scale_of
-from .tiles import Tile, few_rows_tile, lanes_of_warp, pieces_of, power_of_two
+from .tiles import FEW_TMA_ROWS, PROCESSORS, Tile, few_rows_tile, lanes_of_warp, pieces_of, power_of_two
 
 NAME = "matmul_reduce_scatter_small"
 KERNEL_ID = 2  # to users it is the same operation
@@ -49,7 +50,11 @@ SOURCE = r"""
     slots = dl.blanks(n, DTYPE, ctx=CTX)
 
     claim = dl.first_claim(stamp, ctx=CTX)
-    while claim < tiles + tiles_n:
+{% if TMA %}
+    a_desc = tl.make_tensor_descriptor(A, [R * WORLD, K], [{{stride("A", 0)}}, 1], [BLOCK_M, BLOCK_K])
+    b_desc = descriptor_of_b(B, K, N, {{stride("B", 0)}}, {{stride("B", 1)}}, BLOCK_N, BLOCK_K, B_ROWS)
+{% endif %}
+    while claim < tiles + tiles_n * SUMS:
         if claim < tiles:
             tile_m = claim % TILES_M
             tile_n = claim // TILES_M
@@ -66,11 +71,17 @@ SOURCE = r"""
 {% endif %}
             # Read from the table here, not when the product is there. Rows behind the last belong to nobody.
             slots_of_owner = dl.symm_at(slots, tl.minimum(owners, WORLD - 1), alignment=16, ctx=CTX)
+{% if TMA %}
+            product = matmul_tile_tma(
+                a_desc, b_desc, tile_m * BLOCK_M, tile_n * BLOCK_N, K, BLOCK_M, BLOCK_N, BLOCK_K, B_ROWS, INPUT_PRECISION
+            )
+{% else %}
             product = matmul_tile(
                 A, B, rows, cols, row_mask, col_mask, K,
                 {{stride("A", 0)}}, {{stride("A", 1)}}, {{stride("B", 0)}}, {{stride("B", 1)}},
                 BLOCK_M, BLOCK_N, BLOCK_K, EVEN, INPUT_PRECISION,
             )
+{% endif %}
             offsets = (me * R + own).to(tl.int64) * width + tile_n * BLOCK_N
             targets = slots_of_owner + tl.multiple_of(offsets, 16)
             parts = columns_apart(product, BLOCK_M, BLOCK_N, PIECES)
@@ -89,8 +100,8 @@ SOURCE = r"""
         else:
             if claim == tiles:
                 dl.meet(stamp, KERNEL_ID, WORLD, ctx=CTX)
-            tile_n = claim - tiles
-            sum_rows = tl.arange(0, BLOCK_R)
+            tile_n = (claim - tiles) // SUMS
+            sum_rows = (claim - tiles) % SUMS * BLOCK_R + tl.arange(0, BLOCK_R)
             out_m = sum_rows[:, None].to(INDEX_DTYPE)
             for piece in tl.static_range(SUM_PIECES):
                 out_n = (tile_n * BLOCK_N + piece * (BLOCK_N // SUM_PIECES) + tl.arange(0, BLOCK_N // SUM_PIECES))[None, :]
@@ -117,18 +128,24 @@ def plan(
     reduce_op: str,
     bias_dims: int,
     device: torch.device,
+    tma: str = "",
     tile: Tile | None = None,
 ) -> Plan:
     """Plan for x [m, k] @ weight [k, n] (k per rank) over `world` ranks; arguments as in `matmul_reduce_scatter.plan`."""
     rows = m // world
-    tile = tile or few_rows_tile(m, n, k, dtype, device.type, gathered=False)
+    tile = tile or few_rows_tile(m, n, k, dtype, device.type)
+    tma = tma if tile.m >= FEW_TMA_ROWS else ""
     tiles_m, tiles_n = cdiv(m, tile.m), cdiv(n, tile.n)
-    block_r = power_of_two(rows)
-    if device.type != "cpu":  # a number for every thread, or threads could look at different times and part
-        block_r = power_of_two(max(block_r, cdiv(tile.num_warps * lanes_of_warp(), tile.n)))
+    # A number for every thread, or threads could look at different times and part; on the CPU, rows that are worth a claim.
+    least = 4 if device.type == "cpu" else power_of_two(cdiv(tile.num_warps * lanes_of_warp(), tile.n))
+    block_r = power_of_two(rows, least)
+    while block_r > least and 2 * tiles_n * cdiv(rows, block_r) <= PROCESSORS:
+        block_r //= 2
     constants = {
-        **constants_of(m, n, k, tile, world, dtype, KERNEL_ID),
+        **constants_of(m, n, k, tile, world, dtype, KERNEL_ID, tma=bool(tma)),
+        "B_ROWS": tma == "rows",
         "BLOCK_R": block_r,
+        "SUMS": cdiv(rows, block_r),
         "PIECES": pieces_of(tile),
         "SUM_PIECES": pieces_of(tile._replace(m=2 * block_r)),
         "TILES_M": tiles_m,
@@ -141,7 +158,7 @@ def plan(
         nbytes=0,
         nflags=0,
         blanks=align(m * tiles_n * tile.n * dtype.itemsize),
-        programs=grid_programs(tiles_m * tiles_n + 1, device.type, device.index),  # the last one meets the peers
+        programs=grid_programs((tiles_m + cdiv(rows, block_r)) * tiles_n, device.type, device.index),
         constants=constants,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,

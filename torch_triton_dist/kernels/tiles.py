@@ -16,6 +16,7 @@ PROCESSORS = 132  # of a large GPU; not the number here, because what follows fr
 STAGE_BYTES = 200 << 10  # of shared memory that a program takes for operands, at most
 STAGES = 192  # programs that stage what they send, at most
 TMA_ROWS = 64  # rows of a tile from which on making descriptors, some 2 us a program, pays
+FEW_TMA_ROWS = 128  # the same where a program has one tile
 TMA_BYTES = 16  # alignment of addresses and strides that the tensor memory accelerator asks for
 
 
@@ -53,44 +54,28 @@ def choose_tile(m: int, rows: int, n: int, k: int, dtype: torch.dtype, device_ty
     return fitting(Tile(128, power_of_two(n, 32, 128), power_of_two(k, 32, 64), 8, 4), 2)
 
 
-def few_rows_tile(m: int, n: int, k: int, dtype: torch.dtype, device_type: str, gathered: bool, wide: bool = True) -> Tile:
+def few_rows_tile(m: int, n: int, k: int, dtype: torch.dtype, device_type: str, wide: bool = True) -> Tile:
     """Tile for m rows over all ranks, whoever owns them, n columns and depth k. Reading the weights is what takes the time, so they are
     read by as many multiprocessors as there are, in long steps: the smallest tile that leaves none with a second one; if `wide`, from 192
-    rows on with 128 rows, and of 128 x 256 if `wide_tile_pays`. gathered: the depth of tiles is split, too, as in
-    `all_gather_matmul_small`; from 65 rows on the `least_loaded` tile. Rows and columns of the tile do not depend on k."""
+    rows on with 128 rows, and of 128 x 256 if `wide_tile_pays`. Rows and columns of the tile do not depend on k."""
     if device_type == "cpu":
         return choose_tile(m, m, n, k, dtype, device_type)
     if m <= 64:
-        shapes = [(power_of_two(m, 16), width) for width in ((64, 128) if gathered else (32, 64, 128))]
-    elif gathered:
-        shapes = [least_loaded(m, n)]
+        shapes = [(power_of_two(m, 16), width) for width in (32, 64, 128)]
     elif m < 192 or not wide:
         shapes = [(64, 32), (64, 64), (128, 64), (128, 128)]
     else:
         shapes = [(128, 64), (128, 128)]
     height, width = next((shape for shape in shapes if -(-m // shape[0]) * -(-n // shape[1]) <= PROCESSORS), shapes[-1])
-    width = min(width, power_of_two(n, 16))
-    if dtype == torch.float32:
-        return fitting(Tile(height, width, 32, 4, 4), 4) if height <= 64 else choose_tile(256, 256, n, k, dtype, device_type)
-    if wide and m >= 192 and wide_tile_pays(m, n):
+    if wide and dtype.itemsize == 2 and m >= 192 and wide_tile_pays(m, n):
         return wide_tile(k)
-    return deep_tile(height, width, k)
+    return deep_tile(height, min(width, power_of_two(n, 16)), k, dtype)
 
 
-def least_loaded(m: int, n: int) -> tuple[int, int]:
-    """Rows and columns of the tiles of [m, n] for which a processor loads least, if their depth may be cut in 2 or 4 parts, each of which
-    costs as much as 16 rows more. With m=128, n=2048: 32 tiles of 128 x 64, in four parts, are one round of (128 + 64) / 4 + 16 = 64,
-    those of 64 x 64, in two parts, one of 80, those of 128 x 128 one of 80."""
-
-    def load(shape: tuple[int, int]) -> float:
-        tiles = -(-m // shape[0]) * -(-n // shape[1])
-        return min(-(-tiles * parts // PROCESSORS) * (sum(shape) / parts + 16) for parts in (1, 2, 4))
-
-    return min([(64, 64), (128, 64), (128, 128)], key=load)
-
-
-def deep_tile(height: int, width: int, k: int) -> Tile:
-    """A tile of 16-bit numbers with as many of its operands on their way as the shared memory holds."""
+def deep_tile(height: int, width: int, k: int, dtype: torch.dtype) -> Tile:
+    """A tile with as many of its operands on their way as the shared memory holds."""
+    if dtype == torch.float32:
+        return fitting(Tile(height, width, 32, 4, 4), 4) if height <= 64 else choose_tile(256, 256, width, k, dtype, "cuda")
     small = height + width <= 144
     warps = 4 if height <= 64 else 8
     if not has_tma(None):

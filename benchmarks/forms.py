@@ -7,7 +7,7 @@ kernels/all_gather_matmul.py, and the model in kernels/forecast.py.
 
 GEMM + all-reduce: two-shot in rounds or in slices, one-shot (small, up to 256 rows), and what `plan` chooses; beside them cuBLAS alone, and
 followed by `two_shot_all_reduce_` and `one_shot_all_reduce` of torch's symmetric memory. All-gather + GEMM: rows sent by programs, by copy
-engines, and as `plan` chooses; up to 2048 rows, tiles of 128 columns (n) or 256 (w), the last ones in 1, 2 or 4 parts of K; up to 256 rows,
+engines, and as `plan` chooses; up to 2048 rows, tiles of 128 columns (n) or 256 (w), the last ones in 1, 2 or 4 parts of K; up to 512 rows,
 tiles of several sizes, all in 1, 2 or 4 parts of K. Beside them cuBLAS alone, behind NCCL, and async TP. bf16. As in `python -m
 torch_triton_dist bench`: each is a CUDA graph of several calls on other inputs, replayed in turns with a cold cache; printed are
 microseconds a call, median of the replays, the slowest rank. Every form is compared with fp32 first. Without GPUs it runs on the CPU: to
@@ -46,7 +46,7 @@ PARTS = {
 
 def forms_of(case: Case, world: int) -> dict[str, dict]:
     """Arguments of `run` by name of the form."""
-    if case.op == AG and case.m <= all_gather_matmul.SMALL_ROWS[world]:
+    if case.op == AG and case.m <= all_gather_matmul.SMALL_ROWS["cuda"]:
         loads = {
             (tile, parts): all_gather_matmul_small.load(case.m, case.n, case.k, tile, parts)
             for tile in all_gather_matmul_small.tiles_of(case.m, case.n, case.k, torch.bfloat16, "cuda")

@@ -78,7 +78,7 @@ def test_tiles_that_the_model_does_not_know():
         return plan.constants["BLOCK_M"], plan.constants["BLOCK_N"], plan.constants["SPLITS"]
 
     with mock.patch.object(ag_mm, "copied_us", side_effect=AssertionError), mock.patch.object(ag_mm, "grouped_us", return_value=1.0):
-        assert chosen(64, 1024, 8) == (64, 64, 1)
+        assert chosen(64, 1024, 16) == (64, 64, 1)
         assert chosen(512, 1 << 20, 4) == (128, 256, 1)
         assert chosen(8192, 1 << 17, 2, copied=True) == (128, 256, 1)
 

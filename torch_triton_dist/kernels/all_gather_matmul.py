@@ -58,9 +58,8 @@ KERNEL_ID = 1
 
 # Programs that send before they multiply: these fill the link.
 SENDERS = 16
-# Global rows up to which `all_gather_matmul_small` is faster, by the number of ranks; on the CPU, just to use it.
-SMALL_ROWS = {2: 512, 4: 256}
-SMALL_ROWS_CPU = 32
+# Global rows up to which `all_gather_matmul_small` is faster; on the CPU, just to use it.
+SMALL_ROWS = {"cpu": 32, "cuda": 512}
 
 GROUPS = 4  # of columns that are sent one after the other and waited for inside a product, where the link takes as long as the products
 GROUPED_ROWS = 2048  # global rows up to which it does
@@ -312,7 +311,7 @@ def plan(
     groups; copied: whether copy engines send the rows, in one group, the same on all ranks (None: by sizes, `replayed` and
     `config.copy_engines`); replayed: whether it is for a CUDA graph."""
     if small is None:
-        small = world * rows <= (SMALL_ROWS_CPU if device.type == "cpu" else SMALL_ROWS.get(world, 256)) and not copied
+        small = world * rows <= SMALL_ROWS[device.type] and not copied
     if small:
         return all_gather_matmul_small.plan(
             rows, n, k, world, dtype, inner=inner, has_bias=has_bias, gather=gather, device=device, tma=tma, tile=tile, splits=splits

@@ -57,9 +57,8 @@ from .tiles import (
 NAME = "matmul_reduce_scatter"
 KERNEL_ID = 2
 
-# Global rows up to which `matmul_reduce_scatter_small` is faster, by the number of ranks; on the CPU, just to use it.
-SMALL_ROWS = {2: 384, 4: 256}
-SMALL_ROWS_CPU = 32
+# Global rows up to which `matmul_reduce_scatter_small` is faster; on the CPU, just to use it.
+SMALL_ROWS = {"cpu": 32, "cuda": 384}
 
 SOURCE = r"""
 {{def_kernel(*INPUTS)}}
@@ -198,7 +197,7 @@ def plan(
     `matmul_reduce_scatter_small` (None: by the rows); staged: whether products are staged (None: by the tiles)."""
     rows = m // world
     if small is None:
-        small = m <= (SMALL_ROWS_CPU if device.type == "cpu" else SMALL_ROWS.get(world, 256))
+        small = m <= SMALL_ROWS[device.type]
     if small:
         return matmul_reduce_scatter_small.plan(
             m, n, k, world, dtype, inner=inner, reduce_op=reduce_op, bias_dims=bias_dims, device=device, tma=tma, tile=tile

@@ -141,11 +141,12 @@ def plan(
     block_r = power_of_two(rows, least)
     while block_r > least and 2 * tiles_n * cdiv(rows, block_r) <= PROCESSORS:
         block_r //= 2
+    sums = cdiv(rows, block_r)
     constants = {
         **constants_of(m, n, k, tile, world, dtype, KERNEL_ID, tma=bool(tma)),
         "B_ROWS": tma == "rows",
         "BLOCK_R": block_r,
-        "SUMS": cdiv(rows, block_r),
+        "SUMS": sums,
         "PIECES": pieces_of(tile),
         "SUM_PIECES": pieces_of(tile._replace(m=2 * block_r)),
         "TILES_M": tiles_m,
@@ -158,7 +159,7 @@ def plan(
         nbytes=0,
         nflags=0,
         blanks=align(m * tiles_n * tile.n * dtype.itemsize),
-        programs=grid_programs((tiles_m + cdiv(rows, block_r)) * tiles_n, device.type, device.index),
+        programs=grid_programs(max(tiles_m * tiles_n + 1, sums * tiles_n), device.type, device.index),  # a last one meets the peers
         constants=constants,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,

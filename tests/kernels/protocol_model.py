@@ -685,10 +685,12 @@ def all_gather_small(groups=2, chunks=1, tiles=(1, 1, 1, 1), parts=1, gather=Fal
 
 
 @kernel_maker
-def reduce_scatter_small(tiles_m, tiles_n, size=1):
+def reduce_scatter_small(tiles_m, tiles_n, size=1, sums=1):
+    """sums: pieces of the own rows in a column of tiles, each added up by a program of its own."""
+
     def kernel(p):
         tiles = tiles_m * tiles_n
-        order = [*range(tiles), *((tile_n,) for tile_n in range(tiles_n))]
+        order = [*range(tiles), *((tile_n, piece) for tile_n in range(tiles_n) for piece in range(sums))]
         if not p.keeps(SEND_FIRST):
             order.reverse()
         claim = yield from p.first_claim()
@@ -697,13 +699,15 @@ def reduce_scatter_small(tiles_m, tiles_n, size=1):
             if isinstance(step, int):
                 yield  # the product
                 for owner in range(p.world):
-                    yield from p.send(owner, p.me * tiles + step, ("rs", p.me, owner, step), size)
+                    for piece in range(sums):
+                        yield from p.send(owner, (p.me * tiles + step) * sums + piece, ("rs", p.me, owner, step, piece), size)
             else:
                 if claim == tiles:
                     yield from p.meet()
-                column = range(step[0] * tiles_m, (step[0] + 1) * tiles_m)
+                tile_n, piece = step
+                column = range(tile_n * tiles_m, (tile_n + 1) * tiles_m)
                 read = [rank for rank in range(p.world) if rank != p.me or p.keeps(ALL_READ)]
-                slots = [(rank * tiles + tile, rank, ("rs", rank, p.me, tile)) for rank in read for tile in column]
+                slots = [((rank * tiles + tile) * sums + piece, rank, ("rs", rank, p.me, tile, piece)) for rank in read for tile in column]
                 yield from p.receive(slots, size)
             claim = yield from p.claim()
 

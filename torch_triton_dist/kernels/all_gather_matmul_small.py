@@ -33,7 +33,7 @@ from __future__ import annotations
 import torch
 
 from .template import Plan, align, cdiv, constants_of, grid_programs
-from .tiles import FEW_TMA_ROWS, PROCESSORS, Tile, choose_tile, deep_tile, power_of_two, wide_tile, wide_tile_pays
+from .tiles import FEW_TMA_ROWS, PROCESSORS, Tile, choose_tile, deep_tile, pieces_of, power_of_two, wide_tile, wide_tile_pays
 
 NAME = "all_gather_matmul_small"
 KERNEL_ID = 1  # to users it is the same operation
@@ -129,18 +129,21 @@ SOURCE = r"""
                 acc += tl.load(parts + one * (BLOCK_M * BLOCK_N) + in_tile)
 {% endif %}
         if complete:
-{% if HAS_BIAS %}
-            acc += tl.load(BIAS + cols * {{stride("BIAS", 0)}}, mask=col_mask, other=0.0)[None, :].to(tl.float32)
-{% endif %}
 {% if INNER %}
             own = rows % R
             idx_m = ((own // INNER * WORLD + rows // R) * INNER + own % INNER)[:, None].to(INDEX_DTYPE)
 {% else %}
             idx_m = rows[:, None].to(INDEX_DTYPE)
 {% endif %}
-            idx_n = cols[None, :]
-            mask = row_mask[:, None] & col_mask[None, :]
-            {{store_output(("idx_m", "idx_n"), "acc", "mask", indent_width=12, val_shape=("BLOCK_M", "BLOCK_N"))}}
+            products = columns_apart(acc, BLOCK_M, BLOCK_N, PIECES)
+            for piece in tl.static_range(PIECES):
+                product = products[piece]
+                idx_n = (tile_n * BLOCK_N + piece * (BLOCK_N // PIECES) + tl.arange(0, BLOCK_N // PIECES))[None, :]
+                mask = row_mask[:, None] & (idx_n < N)
+{% if HAS_BIAS %}
+                product += tl.load(BIAS + idx_n * {{stride("BIAS", 0)}}, mask=idx_n < N, other=0.0).to(tl.float32)
+{% endif %}
+                {{store_output(("idx_m", "idx_n"), "product", "mask", indent_width=16, val_shape=("BLOCK_M", "BLOCK_N // PIECES"))}}
         claim = dl.claim(ctx=CTX)
 {% if GATHER %}
 
@@ -246,6 +249,7 @@ def plan(
         "BLOCK_C": min(push_k, LOADED // block_r),
         "SPLITS": splits,
         "SCRATCH": slot_bytes,
+        "PIECES": pieces_of(tile) if tile.n > 128 else 1,
         "INNER": 0 if inner == rows else inner,
         "HAS_BIAS": has_bias,
         "GATHER": gather,

@@ -199,11 +199,6 @@ def load(m: int, n: int, k: int, tile: Tile, splits: int) -> int:
     return rounds * (tile.m + tile.n) * (k if splits == 1 else k // splits + PART_COLUMNS)
 
 
-def _by_tma(tile: Tile, splits: int) -> bool:
-    """Whether it pays to make descriptors: not for parts, which were 1 to 5 us slower by them."""
-    return tile.m >= FEW_TMA_ROWS and splits == 1
-
-
 def plan(
     rows: int,
     n: int,
@@ -229,7 +224,7 @@ def plan(
         raise ValueError(f"{NAME}: [{m}, {k}] @ [{k}, {n}] in tiles {tile} is not to be multiplied in {splits} parts")
     tile, splits = min(forms, key=lambda form: load(m, n, k, *form))
     tiles = cdiv(m, tile.m) * cdiv(n, tile.n)
-    tma = tma if _by_tma(tile, splits) else ""
+    tma = tma if tile.m >= FEW_TMA_ROWS and splits == 1 else ""  # with descriptors, parts were 1 to 5 us slower
     # Parts begin where a step of the matmul begins, whatever the tile of this rank, and all groups are equally wide.
     group_k = cdiv(cdiv(k, GROUPS), 128) * 128
     push_k = 128

@@ -46,7 +46,7 @@ class Bench:
         self.device = utils.device()
         self.on_gpu = self.device.type == "cuda"
         self.replays = replays
-        self.tile = (64, 4)
+        self.tile = (128, 64, 8)
         self.results: dict[str, Any] = {
             "torch": torch.__version__,
             "triton": triton.__version__,
@@ -166,7 +166,7 @@ def latency(bench: Bench, tiny: bool) -> None:
 def put(bench: Bench, tiny: bool) -> None:
     sizes = [4 * KIB, 64 * KIB] if tiny else [4 * KIB, 64 * KIB, MIB, 16 * MIB, 256 * MIB]
     programs = [1, 2] if tiny else [1, 2, 4, 8, 16, 32, 64, 132]
-    block, (tile_rows, tile_warps) = (1024, (4, 4)) if tiny else (16384, bench.tile)
+    block, (tile_rows, tile_columns, tile_warps) = (1024, (4, 64, 4)) if tiny else (16384, bench.tile)
     target = utils.create_symm_tensors(sizes[-1] // 4, torch.int32)
     source = torch.zeros(sizes[-1] // 4, dtype=torch.int32, device=bench.device)
     following, previous = (bench.rank + 1) % bench.world, (bench.rank - 1) % bench.world
@@ -179,7 +179,7 @@ def put(bench: Bench, tiny: bool) -> None:
                 source, target[bench.rank], words, BLOCK=block, num_warps=16
             )
             variants[f"TMA {count}"] = lambda words=words, count=count: kernels.put_tma[(count,)](
-                source, target[bench.rank], words, ROWS=tile_rows, num_warps=tile_warps
+                source, target[bench.rank], words, ROWS=tile_rows, COLUMNS=tile_columns, num_warps=tile_warps
             )
 
         def pattern(rank: int, words: int = words) -> torch.Tensor:
@@ -346,7 +346,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
     parser.add_argument("--replays", type=int, default=31, help="of each graph; the median counts")
-    parser.add_argument("--tile", type=int, nargs=2, default=(64, 4), metavar=("ROWS", "WARPS"), help="of a TMA push: rows of 1 KiB")
+    tile = ("ROWS", "COLUMNS", "WARPS")
+    parser.add_argument("--tile", type=int, nargs=3, default=(128, 64, 8), metavar=tile, help="of a TMA push: columns of 4 bytes")
     parser.add_argument("--tiny", action="store_true", help="small sizes, as without GPUs")
     parser.add_argument("--json", default="", help="file for the results")
     options = parser.parse_args()

@@ -15,7 +15,6 @@ from torch_triton_dist import language as dl
 from torch_triton_dist.language.extra import libshmem_device as shmem
 from torch_triton_dist.language.extra.language_extra import __syncthreads, ntid, st, tid
 
-ROW = tl.constexpr(256)  # words of a row of the tensors that the tensor memory accelerator moves
 NOWHERE = tl.constexpr(2**63 - 1)
 LOOKS = tl.constexpr(256)
 
@@ -60,14 +59,21 @@ def put_stores(source, target, words, BLOCK: tl.constexpr):
 
 
 @ttd.jit
-def put_tma(source, target, words, ROWS: tl.constexpr):
-    """The same by the tensor memory accelerator: tiles of [ROWS, 256] words through shared memory; `words` is a multiple of 256."""
-    rows = words // ROW
+def put_tma(source, target, words, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The same by the tensor memory accelerator: two tiles of [ROWS, COLUMNS] words a step through shared memory, those of a program one
+    behind the other; `words` is a multiple of COLUMNS. More than two stages are slower: Triton waits until a tile has been read before it
+    stores the next one, however many have been loaded."""
+    rows = words // COLUMNS
     remote = dl.symm_at(target, (dl.rank() + 1) % dl.num_ranks(), alignment=16)
-    origin = tl.make_tensor_descriptor(source, [rows, ROW], [ROW, 1], [ROWS, ROW])
-    there = tl.make_tensor_descriptor(remote, [rows, ROW], [ROW, 1], [ROWS, ROW])
-    for row in tl.range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS, num_stages=3):
-        there.store([row, 0], origin.load([row, 0]))
+    origin = tl.make_tensor_descriptor(source, [rows, COLUMNS], [COLUMNS, 1], [ROWS, COLUMNS])
+    there = tl.make_tensor_descriptor(remote, [rows, COLUMNS], [COLUMNS, 1], [ROWS, COLUMNS])
+    mine = tl.cdiv(tl.cdiv(rows, 2 * ROWS), tl.num_programs(0)) * 2 * ROWS
+    first = tl.program_id(0) * mine
+    for row in tl.range(first, tl.minimum(first + mine, rows), 2 * ROWS, num_stages=2):
+        upper = origin.load([row, 0])
+        lower = origin.load([row + ROWS, 0])
+        there.store([row, 0], upper)
+        there.store([row + ROWS, 0], lower)
 
 
 # -------------------------------------------------------------------------------------------------------- all-reduces

@@ -65,6 +65,10 @@ def _ops_against_float64(rank, world, dtype):
                     unfused = matmul_reduce_scatter.reference(x, weight, 0, "sum", name, bias)
                     part = exact.chunk(world)[rank]
                     worst.append(("reduce_scatter", m, _relative(got, part), _relative(unfused, part)))
+                    for staged in (False, True) if dtype == torch.bfloat16 and programs == 0 else ():
+                        form = {"small": False, "staged": staged, "splits": 2 + staged}
+                        got = matmul_reduce_scatter.run(x, weight, m // world, "sum", name, world, bias, **form)
+                        worst.append((f"reduce_scatter in parts, staged {staged}", m, _relative(got, part), _relative(unfused, part)))
                 (got, got2), gathered = ops.all_gather_matmul(
                     x, [weight, weight[:, :64]], 0, name, bias=[bias, None], return_gathered=True
                 )
@@ -73,15 +77,16 @@ def _ops_against_float64(rank, world, dtype):
                 assert torch.equal(gathered, whole)
                 worst.append(("all_gather", m, _relative(got, exact), _relative(expected, exact)))
                 assert _relative(got2, expected2) < 1e-2
-                for groups, splits in ((4, 1), (4, 2)) if dtype == torch.bfloat16 and programs == 0 else ():
+                for groups, splits in ((4, 1), (4, 3)) if dtype == torch.bfloat16 and programs == 0 else ():
                     got, gathered = all_gather_matmul.run(
                         x, weight, m, name, world, bias, True, small=False, groups=groups, splits=splits
                     )
                     assert torch.equal(gathered, whole)
                     worst.append((f"all_gather in {groups} groups, {splits} parts", m, _relative(got, exact), _relative(expected, exact)))
-                got, gathered = all_gather_matmul.run(x, weight, m, name, world, bias, True, copied=True)
-                assert torch.equal(gathered, whole)
-                worst.append(("all_gather by copies", m, _relative(got, exact), _relative(expected, exact)))
+                for splits in (1, 2):
+                    got, gathered = all_gather_matmul.run(x, weight, m, name, world, bias, True, copied=True, splits=splits)
+                    assert torch.equal(gathered, whole)
+                    worst.append((f"all_gather by copies, {splits} parts", m, _relative(got, exact), _relative(expected, exact)))
     return worst
 
 
@@ -98,7 +103,7 @@ def test_ops_are_as_exact_as_unfused(gpu_ranks, dtype):
 def _changing_inputs(rank, world, launches):
     """One slow rank, poisoned outputs: every launch is checked."""
     import torch_triton_dist.ops  # noqa: F401
-    from torch_triton_dist.kernels import all_gather_matmul, matmul_all_reduce
+    from torch_triton_dist.kernels import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 
     ops, device, name = torch.ops.torch_triton_dist, rank_device(), _name()
     torch.manual_seed(0)
@@ -119,7 +124,8 @@ def _changing_inputs(rank, world, launches):
             whole.chunk(world)[rank], rounded, 16, name, world, None, False, small=False, groups=2, splits=1 + launch % 2
         )
         bad += (got.float() != exact.bfloat16().float()).sum()
-        got, _ = all_gather_matmul.run(whole.chunk(world)[rank], rounded, 16, name, world, None, False, copied=True)
+        form = {"copied": True, "splits": 1 + launch % 2}
+        got, _ = all_gather_matmul.run(whole.chunk(world)[rank], rounded, 16, name, world, None, False, **form)
         bad += (got.float() != exact.bfloat16().float()).sum()
         reduced = ops.matmul_all_reduce(whole, rounded, "avg", name)
         bad += (reduced.float() != exact.bfloat16().float()).sum()
@@ -130,11 +136,46 @@ def _changing_inputs(rank, world, launches):
         bad += (sliced.float() != exact[:rows].bfloat16().float()).sum()
         scattered = ops.matmul_reduce_scatter(whole, rounded, 0, "avg", name)
         bad += (scattered.float() != exact.bfloat16().float().chunk(world)[rank]).sum()
+        form = {"small": False, "staged": launch % 3 == 0, "splits": 2}
+        scattered = matmul_reduce_scatter.run(whole, rounded, 16, "avg", name, world, None, **form)
+        bad += (scattered.float() != exact.bfloat16().float().chunk(world)[rank]).sum()
+    return bad.item()
+
+
+def _changing_inputs_in_runs(rank, world, launches):
+    """As `_changing_inputs`, with programs that take several tiles at once: three of them."""
+    from unittest import mock
+
+    from torch_triton_dist.kernels import all_gather_matmul, matmul_reduce_scatter
+
+    device, name = rank_device(), _name()
+    torch.manual_seed(0)
+    weight = torch.randn(256, 512, device=device, dtype=torch.bfloat16).sign()
+    bad = torch.zeros((), device=device)
+    with (
+        mock.patch.object(all_gather_matmul, "PROCESSORS", 3),
+        mock.patch.object(matmul_reduce_scatter, "PROCESSORS", 3),
+        mock.patch.object(matmul_reduce_scatter, "share_of_round", lambda tiles, world, size: tiles),
+    ):
+        for launch in range(launches):
+            generator = torch.Generator(device=device).manual_seed(launch)
+            whole = torch.randn(world * 512, 256, device=device, dtype=torch.bfloat16, generator=generator)
+            if launch % 7 == rank:
+                torch.cuda._sleep(200_000)
+            whole = (whole * 2).round().clamp(-2, 2)
+            exact = (whole.float() @ weight.float()).bfloat16()
+            for copied in (False, True):
+                got, _ = all_gather_matmul.run(whole.chunk(world)[rank], weight, 512, name, world, None, False, groups=1, copied=copied)
+                bad += (got != exact).sum()
+            for staged in (False, True):
+                got = matmul_reduce_scatter.run(whole, weight, 512, "avg", name, world, None, staged=staged, splits=1)
+                bad += (got != exact.chunk(world)[rank]).sum()
     return bad.item()
 
 
 def test_thousands_of_launches_with_a_slow_rank(gpu_ranks):
     assert gpu_ranks.run(_changing_inputs, 1000, timeout=250) == [0.0] * gpu_ranks.world
+    assert gpu_ranks.run(_changing_inputs_in_runs, 500, timeout=100) == [0.0] * gpu_ranks.world
 
 
 class _Block(torch.nn.Module):

@@ -306,10 +306,19 @@ def rounds_of(p, rounds, s, copies=False):
 
 
 @kernel_maker
-def reduce_scatter(tiles, s=1, size=1, staged=False):
+def reduce_scatter(tiles, s=1, size=1, staged=False, tail=0, parts=(2, 3, 1, 2), runs=0):
+    """The last `tail` own tiles are multiplied in parts of K: as many as `parts` says of the rank, since K may differ. The first `runs`
+    claims are several sends each, if there is one round."""
+
     def kernel(p):
-        order = rounds_of(p, -(-tiles // s), s)
+        rounds, parts_of = -(-tiles // s), parts[p.me]
+        order = rounds_of(p, rounds, s)
+        if parts_of > 1 and tail:
+            order = order[: len(order) - (rounds * s - tiles) - tail]
+            last = range(tiles - tail, tiles)
+            order += [(tile // s, (p.world - 1) * s + tile % s, part) for tile in last for part in range(parts_of)]
         stage = tiles * (p.world - 1) + p.pid
+        stages = tiles * (p.world - 1) + p.programs
         owed = None
 
         def pay():
@@ -319,16 +328,32 @@ def reduce_scatter(tiles, s=1, size=1, staged=False):
                 yield from p.store(owner, index, ("rs", p.me, owner, tile), size)
             yield from p.notify(owner, index)
 
+        whole = len(order) - (tail * parts_of if parts_of > 1 else 0)
+        run = tiles * (p.world - 1) // runs if runs and rounds == 1 else 1
+        claims = [[first + runs * one for one in range(run)] for first in range(runs if run > 1 else 0)]
+        claims += [[item] for item in range(runs * run if run > 1 else 0, len(order))]
         claim = yield from p.first_claim()
-        while claim < len(order):
-            round, place, _ = order[claim]
+        items = list(claims[claim]) if claim < len(claims) else []
+        while items:
+            item = items.pop(0)
+            round, place, part = order[item]
             owner, tile = (p.me + 1 + place // s) % p.world, round * s + place % s
             if tile < tiles:
                 yield  # the product
                 if owed and (owner != p.me or p.keeps(PAY_BEFORE_WAIT)):
                     yield from pay()
                     owed = None
-                if owner != p.me:
+                complete = True
+                if item >= whole:
+                    scratch = stages + (tile - tiles + tail) * parts_of
+                    yield from p.store(p.me, scratch + part, ("part", tile, part), size)
+                    word = tiles * (p.world - 1) + tile - tiles + tail
+                    complete = yield from count(p, word, parts_of - 1, ADD_LAST)
+                    for one in range(parts_of) if complete else ():
+                        yield from p.load(scratch + one, ("part", tile, one), size)
+                if not complete:
+                    pass
+                elif owner != p.me:
                     index = tile * (p.world - 1) + (owner - p.me) % p.world - 1
                     if not p.keeps(DATA_FIRST):
                         yield from p.notify(owner, index)
@@ -340,7 +365,9 @@ def reduce_scatter(tiles, s=1, size=1, staged=False):
                     yield from p.wait_peers(first)
                     for i in range(1, p.world):
                         yield from p.load(first + p.world - 1 - i, ("rs", (p.me + i) % p.world, p.me, tile), size)
-            claim = yield from p.claim()
+            if not items:
+                claim = yield from p.claim()
+                items = list(claims[claim]) if claim < len(claims) else []
         if owed and p.keeps(PAY_BEFORE_LEAVE):
             yield from pay()
 
@@ -561,8 +588,9 @@ def all_gather(tiles_m, chunks=1, columns=(1, 1, 1, 1), gather=False, senders=1,
 
 
 @kernel_maker
-def all_gather_copied(tiles_m, columns=(1, 1, 1, 1), gather=False):
-    """Rows that copies bring into the landing area, see kernels/copies.py. columns, gather: as in `all_gather`."""
+def all_gather_copied(tiles_m, columns=(1, 1, 1, 1), gather=False, runs=0):
+    """Rows that copies bring into the landing area, see kernels/copies.py. columns, gather: as in `all_gather`. The first `runs` claims of
+    the own tiles are all of them, those of the others' all but the last."""
     parts = [range(-(-tiles_m // 2)), range(-(-tiles_m // 2), tiles_m)]
 
     def peers_of(p):
@@ -603,13 +631,21 @@ def all_gather_copied(tiles_m, columns=(1, 1, 1, 1), gather=False):
         p.landing = True
         arrival = [(peer, part, block) for part, blocks in enumerate(parts) for peer in peers_of(p) for block in blocks]
         own = [None] * tiles_m * columns[p.me]
-        order = [*own, *(rows for rows in arrival for _ in range(columns[p.me])), *(arrival if gather else [])]
+        others = [rows for rows in arrival for _ in range(columns[p.me])]
+        order = [[tile] for tile in own + others]
+        if runs:
+            single = max(0, len(others) - runs * max(0, len(others) // runs - 1))
+            in_runs = len(others) - single
+            order = [own[first::runs] for first in range(min(runs, len(own)))]
+            order += [others[first:in_runs:runs] for first in range(runs if in_runs else 0)] + [[tile] for tile in others[in_runs:]]
+        order += [[rows] for rows in arrival] if gather else []
         claim = yield from p.first_claim()
         while claim < len(order):
-            if order[claim]:
-                source, part, block = order[claim]
-                yield from p.wait([(2 * source + part, source)])
-                yield from p.load(source * tiles_m + block, ("rows", source, block))
+            for rows in order[claim]:
+                if rows:
+                    source, part, block = rows
+                    yield from p.wait([(2 * source + part, source)])
+                    yield from p.load(source * tiles_m + block, ("rows", source, block))
             claim = yield from p.claim()
 
     kernel.enter, kernel.copies = enter, copies

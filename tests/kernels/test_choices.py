@@ -88,18 +88,18 @@ def test_forecast_of_parts():
     tile_us, sent_us = 0.44 * 8192 / 64, 128 * 8192 * 2 / 350e3
     with mock.patch.object(forecast, "PROCESSORS", 3):
         problem = (128, 256, 8192, 2, 128, 4)
-        whole, parts = (forecast.grouped_us.__wrapped__(*problem, splits, 0) for splits in (1, 2))
-        sends = forecast.grouped_us.__wrapped__(128, 128, 8192, 2, 128, 4, 1, 2)
+        whole, parts = (forecast.grouped_us.__wrapped__(*problem, tail, 1 + tail, 0) for tail in (0, 1))
+        sends = forecast.grouped_us.__wrapped__(128, 128, 8192, 2, 128, 4, 0, 1, 2)
     assert whole == pytest.approx(5 + 2 * tile_us)
-    assert parts == pytest.approx(5 + 1.5 * tile_us + 2.6 + 2 * 1.2)
+    assert parts == pytest.approx(5 + 1.5 * tile_us + 2.6 + 2 * 1.2 + 2 * 2 * 65536 / 4e6)
     assert sends == pytest.approx(5 + 10.7 + sent_us + tile_us)  # two of three programs send before they multiply
 
 
 def test_forecast_of_a_small_problem():
     """The example of the module: two tiles of the peer wait for its rows, which have come after 14 and 3 us."""
     tile_us = 0.44 * 4096 / 64
-    assert forecast.grouped_us(128, 256, 4096, 2, 128, 1, 1, 0) == pytest.approx(5 + 9 + (128 * 4096 * 2) / 350e3 + tile_us)
-    assert forecast.grouped_us(128, 256, 4096, 2, 128, 4, 1, 0) == pytest.approx(5 + 9 + (128 * 4096 * 2) / 350e3 / 4 + tile_us)
+    assert forecast.grouped_us(128, 256, 4096, 2, 128, 1, 0, 1, 0) == pytest.approx(5 + 9 + (128 * 4096 * 2) / 350e3 + tile_us)
+    assert forecast.grouped_us(128, 256, 4096, 2, 128, 4, 0, 1, 0) == pytest.approx(5 + 9 + (128 * 4096 * 2) / 350e3 / 4 + tile_us)
     assert forecast.copied_us(128, 256, 4096, 2, 128) == pytest.approx((128 * 4096 * 2) / 375e3 + tile_us)
 
 
@@ -111,6 +111,58 @@ def test_tiles_when_rows_are_copied():
         return plan.constants["BLOCK_N"]
 
     assert [width(2048, n, 8192) for n in (512, 1024, 2048, 7168)] == [128, 128, 256, 256]
+
+
+def test_last_tiles_in_parts():
+    """The example of `last_in_parts`; none where a round is nearly full, where parts have no room, or where there is little depth."""
+
+    def last(tiles, k=8192, tail=None, most=264):
+        return forecast.last_in_parts(tiles, tiles % 132 if tail is None else tail, k, 256, most)
+
+    assert last(960) == (36, 3)
+    assert last(1024) == last(512) == last(132) == (0, 1)
+    assert last(960, most=90) == (36, 2)
+    assert last(960, k=512) == last(960, most=0) == (0, 1)
+    assert last(960, tail=10) == (0, 1)  # 26 whole tiles are left in the last round
+
+
+@pytest.mark.parametrize(
+    ("m", "k", "n", "world", "last"),
+    [(8192, 7168, 8192, 4, (0, 1)), (5784, 8192, 5120, 4, (36, 3)), (4096, 7168, 8192, 4, (0, 1)), (4096, 7168, 8192, 2, (0, 1))],
+)
+def test_parts_of_a_reduce_scatter(m, k, n, world, last):
+    form = {"inner": m // world, "reduce_op": "sum", "bias_dims": 0, "device": DEVICES[1]}
+    c = mm_rs.plan(m, n, k, world, torch.bfloat16, **form).constants
+    assert (c["TAIL"], c["SPLITS"]) == last
+
+
+def test_runs_leave_room_for_what_stores_tiles():
+    """In the shared memory of Hopper two or three stages of a wide tile beside its epilogue; on a GPU with less, no runs."""
+    form = {"inner": 2048, "has_bias": False, "gather": False, "device": DEVICES[1], "replayed": True, "tma": "rows"}
+
+    def runs():
+        plan = ag_mm.plan(2048, 7168, 8192, 4, torch.bfloat16, **form)
+        return plan.constants["RUNS"], plan.num_stages
+
+    assert runs() == (132, 3)
+    with mock.patch.object(tile_shapes, "_shared_bytes_of_program", return_value=99 << 10):
+        assert runs()[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("m", "k", "n", "world", "columns", "last"),
+    [
+        (4096, 8192, 7168, 4, 256, (0, 1)),
+        (2048, 8192, 2560, 2, 256, (44, 2)),
+        (2048, 8192, 2048, 2, 256, (12, 4)),
+        (1024, 8192, 2048, 2, 128, (12, 4)),
+    ],
+)
+def test_parts_of_an_all_gather(m, k, n, world, columns, last):
+    """Those that were the fastest of several on two GPUs, and one that copy engines bring: a run of tiles there, no parts."""
+    form = {"inner": m // world, "has_bias": False, "gather": False, "device": DEVICES[1], "replayed": True}
+    c = ag_mm.plan(m // world, n, k, world, torch.bfloat16, **form).constants
+    assert (c["BLOCK_N"], (c["TAIL"], c["SPLITS"])) == (columns, last)
 
 
 def gather_of_few(rows, n, k):

@@ -52,7 +52,10 @@ CASES = {
     "reduce_scatter tma ragged": lambda: (mm_rs, (True,), _plan_rs(4 * 1000, 1000, 200, BF16, bias_dims=1, tma="rows")),
     "two-shot all_reduce tma columns": lambda: (mm_ar, (False,), _plan_ar(1024, 8192, 2048, FP16, tma="columns")),
     "all_gather tma kept": lambda: (ag_mm, (True, True), _plan_ag(1000, 1000, 8192, FP16, has_bias=True, gather=True, tma="rows")),
-    "reduce_scatter tma": lambda: (mm_rs, (False,), _plan_rs(8192, 8192, 7168, BF16, tma="columns")),
+    "reduce_scatter tma": lambda: (mm_rs, (False,), _plan_rs(4096, 8192, 7168, BF16, tma="columns")),
+    "reduce_scatter in parts": lambda: (mm_rs, (True,), _plan_rs(5784, 5120, 8192, BF16, bias_dims=1)),
+    "reduce_scatter in parts tma": lambda: (mm_rs, (False,), _plan_rs(5784, 5120, 8192, BF16, tma="columns")),
+    "reduce_scatter in runs tma": lambda: (mm_rs, (True,), _plan_rs(8192, 8192, 7168, BF16, bias_dims=2, tma="columns")),
     "two-shot all_reduce tma": lambda: (mm_ar, (False,), _plan_ar(2048, 8192, 2048, BF16, tma="rows")),
     "all_gather tma": lambda: (ag_mm, (False, False), _plan_ag(1024, 7168, 8192, BF16, tma="columns")),
     "small all_gather": lambda: (ag_mm, (False, False), _plan_ag(16, 2048, 8192, BF16)),
@@ -115,6 +118,12 @@ COMPILED = [
     ("small reduce_scatter", "gfx942", "v_mfma_f32"),
     ("small reduce_scatter ragged", "sm_80", "mma.sync"),
     ("reduce_scatter tma", "sm_90", "wgmma.mma_async"),
+    ("reduce_scatter in parts", "gfx942", "v_mfma_f32"),
+    ("reduce_scatter in parts", "sm_80", "mma.sync"),
+    ("reduce_scatter in parts tma", "sm_90", "wgmma.mma_async"),
+    ("reduce_scatter in runs tma", "sm_90", "wgmma.mma_async"),
+    ("reduce_scatter in runs tma", "sm_100", "tcgen05.mma"),
+    ("reduce_scatter in parts tma", "sm_100", "tcgen05.mma"),
     ("two-shot all_reduce tma", "sm_90", "wgmma.mma_async"),
     ("all_gather tma", "sm_90", "wgmma.mma_async"),
     ("reduce_scatter tma ragged", "sm_90", "wgmma.mma_async"),
@@ -146,6 +155,11 @@ def _plan_ar(m, n, k, dtype, reduce_op="sum", bias_dims=0, **forced):
 def _plan_ag(rows, n, k, dtype, inner=None, has_bias=False, gather=False, tma="", copied=None):
     form = {"tma": tma, "copied": copied}
     return ag_mm.plan(rows, n, k, 4, dtype, inner=inner or rows, has_bias=has_bias, gather=gather, device=GPU, **form)
+
+
+def loops(case):
+    """Loops over tiles that a kernel has: one for whole tiles, one for parts of tiles."""
+    return 2 if CASES[case]()[2].constants.get("SPLITS", 1) > 1 and not case.startswith("small") else 1
 
 
 @functools.cache
@@ -270,7 +284,7 @@ def test_tma_loads_from_the_heap_come_behind_a_wait_and_a_fence(case):
     flow = Flow(compiled(case, "sm_90")["ttir"])
     loads = [op for op in flow.ops if op.name == "tt.descriptor_load"]
     behind = [op for op in loads if any(acquires(source) for index in op.operands[1:] for source in flow.sources(index))]
-    assert len(loads) == 2 and len(behind) == 1  # the rows; the weights need no wait
+    assert len(loads) == 2 * loops(case) and len(behind) == loops(case)  # the rows; the weights need no wait
     assert all(any("fence.proxy.async" in source.text for source in flow.sources(op.operands[1])) for op in behind)
 
 
@@ -284,13 +298,13 @@ def test_a_barrier_stands_between_data_and_what_tells_of_them(case):
     if "all_gather" in case:
         counted = [i for i, op in enumerate(ops) if op.name == "tt.atomic_rmw" and "add, acq_rel, gpu" in op.text]
         constants = CASES[case]()[2].constants
-        sends = 2 + constants["GATHER"] if case in IN_GROUPS else 1  # places that send
+        sends = 1 + loops(case) + constants["GATHER"] if case in IN_GROUPS else "copied" not in case  # places that send
         assert len(counted) == 1 + sends * (constants["CHUNKS"] > 1) + (constants.get("SPLITS", 1) > 1)  # `leave`, chunks, parts
         tells += counted
     for i in tells:
         stores = [j for j in range(i) if ops[j].name == "tt.store" and "tensor<" in ops[j].text]
         since = ops[stores[-1] if stores else 0 : i]
-        assert any(op.name.endswith("barrier") for op in since), ops[i].text
+        assert any(op.name.endswith("barrier") or "bar.sync 0" in op.text for op in since), ops[i].text
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -383,7 +397,7 @@ def test_flags_in_ptx(case, target):
     raised = positions(r"atom\.global\.(sys\.release|release\.sys)\.", instructions)
     assert len(polls) >= 3  # of `wait_stamp`: a first look, and twice in `_wait_slowly`
     twice = case in IN_GROUPS or (case.startswith("small all_gather") and CASES[case]()[2].constants["GATHER"])
-    assert len(at_once) == (2 if twice else 0 if case.startswith("all_gather") else 1)
+    assert len(at_once) == loops(case) * (2 if twice else 0 if case.startswith("all_gather") else 1)
     assert all(".add." in instructions[i] for i in at_once) and all(".exch.b64" in instructions[i] for i in raised) and raised
     # One thread touches a flag, and block barriers stand between it and the data of all others.
     for i in polls + at_once + raised:
@@ -442,6 +456,18 @@ def test_kernels_with_much_in_registers_spill_none(case, tmp_path):
     newer = [int(number) for number in triton.__version__.split(".")[:2]] >= [3, 8]
     spilled = 128 if newer or case == "reduce_scatter tma ragged" else 0
     assert int(registers) <= 255 and int(stack) <= spilled, usage
+
+
+@pytest.mark.parametrize("case", ["reduce_scatter in runs tma", "all_gather copied tma kept"])
+def test_loops_over_runs_of_tiles_are_pipelined(case):
+    """A product is under way while the next one is issued: Triton does that to no loop with one of its own barriers in it. It prefetches
+    nothing but operands, which it would if the loop had a number of stages of its own: what is staged is read behind a barrier."""
+    plan = CASES[case]()[2]
+    assert plan.constants["RUNS"] > 0 and plan.num_stages > 2
+    text = compiled(case, "sm_90")["ttgir"]
+    assert "ttg.async_copy_global_to_local" not in text
+    products = text.count("ttng.warp_group_dot ")
+    assert products == 1 + ("reduce_scatter" in case) and text.count("pendings = 1 : i32") == products
 
 
 @pytest.mark.parametrize(("case", "target"), AMD)

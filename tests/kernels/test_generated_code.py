@@ -88,10 +88,11 @@ def test_all_gather_matmul(group):
         epilogue(kernel),
         """\
         xindex = idx_n + 96*idx_m
-                    tmp0 = tl.full([1], 0, tl.int32)
-                    tmp1 = triton_helpers.maximum(tmp0, product)
-                    tl.store(out_ptr1 + (tl.broadcast_to(xindex, [BLOCK_M, BLOCK_N // PIECES])), tmp1, mask)
-            claim = dl.claim(ctx=CTX)
+                        tmp0 = tl.full([1], 0, tl.int32)
+                        tmp1 = triton_helpers.maximum(tmp0, product)
+                        tl.store(out_ptr1 + (tl.broadcast_to(xindex, [BLOCK_M, BLOCK_N // PIECES])), tmp1, mask)
+                claim = dl.claim(ctx=CTX)
+        claims = limit
     dl.leave(ctx=CTX)""",
     )
     assert_expected_inline(
@@ -114,13 +115,13 @@ def test_matmul_reduce_scatter(group):
     assert_expected_inline(
         epilogue(kernel),
         """\
-        xindex = out_n + 96*out_m
-                    tmp2 = tl.load(in_ptr3 + (tl.broadcast_to(xindex, [BLOCK_M, BLOCK_N // PIECES])), mask)
-                    tmp0 = tl.full([1], 0, tl.int32)
-                    tmp1 = triton_helpers.maximum(tmp0, total)
-                    tmp3 = tmp1 + tmp2
-                    tl.store(out_ptr1 + (tl.broadcast_to(xindex, [BLOCK_M, BLOCK_N // PIECES])), tmp3, mask)
-        claim = dl.claim(ctx=CTX)
+        xindex = col + 96*row
+                            tmp2 = tl.load(in_ptr3 + (tl.broadcast_to(xindex, [BLOCK_M, BLOCK_N // PIECES])), mask)
+                            tmp0 = tl.full([1], 0, tl.int32)
+                            tmp1 = triton_helpers.maximum(tmp0, total)
+                            tmp3 = tmp1 + tmp2
+                            tl.store(out_ptr1 + (tl.broadcast_to(xindex, [BLOCK_M, BLOCK_N // PIECES])), tmp3, mask)
+            claim = dl.claim(ctx=CTX)
     if owed >= 0:
         dl.notify(flags + owed, debtor, signal=stamp, ctx=CTX)
     dl.leave(ctx=CTX)""",

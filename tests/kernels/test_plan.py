@@ -27,7 +27,7 @@ from torch_triton_dist.kernels import tiles as tile_shapes
 from torch_triton_dist.kernels.matmul_tile import swizzle
 from torch_triton_dist.kernels.template import DTYPES
 from torch_triton_dist.kernels.tiles import Tile
-from torch_triton_dist.runtime.layout import LANDING_PARTS, SIGNATURE_BITS, WORD, Needs, heap_layout, signature_code
+from torch_triton_dist.runtime.layout import LANDING_PARTS, SIGNATURE_BITS, WORD, heap_layout, signature_code
 
 cpu.ensure_registered()
 
@@ -71,20 +71,38 @@ def check_even(plan, rows, n, k):
     assert c["SIGNATURE"] == signature_code(plan.signature) and 0 < c["SIGNATURE"] < 1 << SIGNATURE_BITS
 
 
+def parts_of(plan, tiles, k, first_count):
+    """(slots in bytes, counts) of the parts of the last of `tiles` tiles; the counts begin with `first_count`."""
+    c = plan.constants
+    assert c["SPLITS"] * c["PART_K"] >= k and (c["PART_K"] % c["BLOCK_K"] == 0 or c["SPLITS"] == 1)
+    assert 0 <= c["TAIL"] <= tiles and (c["TAIL"] > 0) == (c["SPLITS"] > 1)
+    tile = c["BLOCK_M"] * c["BLOCK_N"] * 4
+    slots = [(4 * c["SCRATCH"] + part * tile, tile) for part in range(c["TAIL"] * c["SPLITS"])]
+    return slots, list(range(first_count, first_count + c["TAIL"]))
+
+
+SPLITS = st.sampled_from([None, 1, 2, 3])
+
+
 @many
-@given(**shapes, staged=st.sampled_from([None, True, False]))
-def test_reduce_scatter(world, rows, n, k, dtype, device, staged):
+@given(**shapes, staged=st.sampled_from([None, True, False]), splits=SPLITS)
+def test_reduce_scatter(world, rows, n, k, dtype, device, staged, splits):
     problem = (world * rows, n, k, world, dtype)
-    plan = mm_rs.plan(*problem, inner=rows, reduce_op="sum", bias_dims=0, device=device, small=False, staged=staged)
+    form = {"small": False, "staged": staged, "splits": splits}
+    plan = mm_rs.plan(*problem, inner=rows, reduce_op="sum", bias_dims=0, device=device, **form)
     c = plan.constants
     check_even(plan, rows, n, k)
     tile_elements = c["BLOCK_M"] * c["BLOCK_N"]
     tiles = cdiv(rows, c["BLOCK_M"]) * cdiv(n, c["BLOCK_N"])
     indices = [tile * (world - 1) + distance for tile in range(tiles) for distance in range(world - 1)]
-    slots = [(index * tile_elements, tile_elements) for index in indices]
+    size = tile_elements * dtype.itemsize
+    slots = [(index * size, size) for index in indices]
     if c["SLICE"]:
-        slots += [(c["STAGED"] + program * tile_elements, tile_elements) for program in range(plan.programs)]
-    check_slots(plan, slots, indices, dtype.itemsize)
+        slots += [(c["STAGED"] * dtype.itemsize + program * size, size) for program in range(plan.programs)]
+    parts, counts = parts_of(plan, tiles, k, len(indices))
+    check_slots(plan, slots + parts, indices + counts, 1)
+    # The last tiles in parts are own ones of the last round.
+    assert c["TAIL"] <= tiles - (cdiv(tiles, c["S"]) - 1) * c["S"]
     assert tiles >= 1 and 1 <= c["S"] <= tiles  # so every rank waits for every peer
     assert tile_elements % max(1, c["SLICE"]) == 0 and (staged is None or bool(c["SLICE"]) == staged)
 
@@ -186,7 +204,7 @@ def test_form_of_all_reduce(world, rows, n, k, dtype, device):
 
 
 @many
-@given(**shapes, deep=st.booleans(), splits=st.sampled_from([None, 1]))
+@given(**shapes, deep=st.booleans(), splits=SPLITS)
 def test_all_gather(world, rows, n, k, dtype, device, deep, splits):
     k = k + 2048 if deep else k
     form = {"small": False, "splits": splits, "copied": False}
@@ -199,35 +217,35 @@ def test_all_gather(world, rows, n, k, dtype, device, deep, splits):
     tiles = world * blocks * cdiv(n, c["BLOCK_N"])
     flags = list(range(world * blocks * groups))
     counts = [len(flags) + block for block in range(blocks * groups)]
-    size, tile = dtype.itemsize, c["BLOCK_M"] * c["BLOCK_N"] * 4
+    size = dtype.itemsize
     slots = [(source * rows * k * size, rows * k * size) for source in range(world)]
-    if c["SPLITS"] > 1:
-        assert groups % c["SPLITS"] == 0
-        left = tiles % c["ROUND"]
-        counts += [len(flags) + len(counts) + one for one in range(left)]
-        slots += [(c["SCRATCH"] + part * tile, tile) for part in range(left * c["SPLITS"])]
-    check_slots(plan, slots, flags + counts, 1)
+    parts, more = parts_of(plan, tiles, k, len(flags) + len(counts))
+    check_slots(plan, slots + parts, flags + counts + more, 1)
 
 
 @pytest.mark.parametrize("world", [2, 4, 8])
-def test_symmetric_memory_of_all_gathers(world):
-    """At most three times the gathered tensor, or 64 MiB."""
-    for rows, k, n in itertools.product((512, 1024, 2048, 4096, 8192), (2048, 4096, 8192), (1024, 2560, 7168)):
-        plan = ag_mm.plan(
-            rows // world, n, k, world, torch.bfloat16, inner=rows // world, has_bias=False, gather=False, device=DEVICES[1], tma="rows"
-        )
-        total = heap_layout(Needs(plan.nbytes, plan.nflags, plan.landing)).total
-        assert total <= max(3 * rows * k * 2, 64 << 20), (rows, k, n)
+def test_symmetric_memory(world):
+    """At most three times the gathered or scattered tensor, or 64 MiB."""
+    for rows, k, n in itertools.product((512, 1024, 2048, 4096, 5784, 8192), (2048, 4096, 8192), (1024, 2560, 7168)):
+        problem, form = (world, torch.bfloat16), {"inner": rows // world, "device": DEVICES[1], "tma": "rows"}
+        gather = ag_mm.plan(rows // world, n, k, *problem, has_bias=False, gather=False, **form)
+        scatter = mm_rs.plan(rows, k, n, *problem, reduce_op="sum", bias_dims=0, **form)
+        for plan in (gather, scatter):
+            assert heap_layout(plan.needs).total <= max(3 * rows * k * 2, 64 << 20), (plan.kernel, rows, k, n)
 
 
 @many
-@given(**shapes)
-def test_all_gather_by_copies(world, rows, n, k, dtype, device):
-    """Flags and rows in the landing area."""
-    plan = ag_mm.plan(rows, n, k, world, dtype, inner=rows, has_bias=False, gather=False, device=device, copied=True)
+@given(**shapes, splits=SPLITS)
+def test_all_gather_by_copies(world, rows, n, k, dtype, device, splits):
+    """Flags and rows in the landing area, parts of tiles in the heap."""
+    form = {"copied": True, "splits": splits}
+    plan = ag_mm.plan(rows, n, k, world, dtype, inner=rows, has_bias=False, gather=False, device=device, **form)
     c = plan.constants
     check_even(plan, rows, n, k)
-    assert (plan.nbytes, plan.nflags, c["GROUPS"], c["SPLITS"]) == (0, 0, 1, 1)
+    assert c["GROUPS"] == 1 and ((plan.nbytes, plan.nflags) == (0, 0) or splits is not None)
+    parts, counts = parts_of(plan, world * cdiv(rows, c["BLOCK_M"]) * cdiv(n, c["BLOCK_N"]), k, 0)
+    if parts:
+        check_slots(plan, parts, counts, 1)
     assert WORD * (LANDING_PARTS * world + 1) <= WORD * c["HEADER"]  # a flag for each part of each rank, and the stamp
     assert WORD * c["HEADER"] + world * rows * k * dtype.itemsize <= plan.landing and WORD * c["HEADER"] % 256 == 0
 
@@ -317,7 +335,7 @@ def test_what_ranks_share_does_not_depend_on_what_they_do_not(world, rows, n, k,
         assert plan.constants["TMA"] == (form != "" and plan.constants["BLOCK_M"] >= least and whole)
         return plan
 
-    local = ("BLOCK_N", "BLOCK_K", "EVEN", "HAS_BIAS", "GATHER", "SENDERS", "SPLITS", "TMA", "B_ROWS", "PIECES")
+    local = ("BLOCK_N", "BLOCK_K", "EVEN", "HAS_BIAS", "GATHER", "SENDERS", "SPLITS", "TAIL", "PART_K", "RUNS", "TMA", "B_ROWS", "PIECES")
     if gather(n, False).kernel == ag_small.NAME:
         local += ("BLOCK_M",)
     assert shared(gather(n, False), *local) == shared(gather(other, True, tma), *local)
@@ -333,7 +351,7 @@ def test_what_ranks_share_does_not_depend_on_what_they_do_not(world, rows, n, k,
         return mm_ar.plan(rows, n, depth, world, dtype, reduce_op="sum", bias_dims=0, device=device, tma=form, form="sliced")
 
     for plan in (reduced, scattered, sliced):
-        local = ("BLOCK_K", "EVEN", "TMA", "B_ROWS", "SLICE")
+        local = ("BLOCK_K", "EVEN", "TMA", "B_ROWS", "SLICE", "SPLITS", "TAIL", "PART_K", "RUN", "RUNS")
         assert shared(plan(k), *local) == shared(plan(max(1, other), tma), *local)
         assert {"BLOCK_M", "BLOCK_N", "SIGNATURE"} <= shared(plan(k), *local)[2].keys()
 

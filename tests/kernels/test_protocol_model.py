@@ -55,6 +55,8 @@ SEQUENCES = {
     "reduce_scatter of two sizes": [reduce_scatter(2, s=2), reduce_scatter(1, size=3), reduce_scatter(3, s=2)] * 2,
     "reduce_scatter, staged": [reduce_scatter(3, staged=True), reduce_scatter(5, s=2, staged=True, size=2)] * 2,
     "reduce_scatter in rounds": [reduce_scatter(2, s=2), reduce_scatter(5, s=2)] * 2,
+    "reduce_scatter in runs": [reduce_scatter(3, 3, runs=2), reduce_scatter(4, 4, staged=True, runs=2), reduce_scatter(5, 5, runs=1)] * 2,
+    "reduce_scatter in parts": [reduce_scatter(3, 2, tail=1), reduce_scatter(4, 4, tail=3), reduce_scatter(3, staged=True, tail=1)] * 2,
     "two-shot all_reduce, a tile a rank": [two_shot(4)] * 4,
     "two-shot all_reduce, ragged": [two_shot(5), two_shot(9, s=2), two_shot(11, s=2)] * 2,
     "two-shot all_reduce, fewer tiles than ranks": [two_shot(1), two_shot(2)] * 2,
@@ -79,7 +81,7 @@ SEQUENCES = {
     "copied all_gather": [all_gather_copied(3), all_gather_copied(2), all_gather_copied(1, (1, 3, 1, 2))] * 2,
     "copied all_gather, no columns on a rank": [all_gather_copied(3, (0, 1, 2, 1), gather=True)] * 4,
     "copied all_gather among others": [
-        *(all_gather_copied(2), reduce_scatter(1), all_gather_copied(3), reduce_scatter(2), small(2), all_gather_copied(1)),
+        *(all_gather_copied(2), reduce_scatter(1), all_gather_copied(3, runs=2), reduce_scatter(2, tail=1), small(2), all_gather_copied(1)),
         *(sliced(2), all_gather_copied(2), all_gather(1, 2), all_gather_copied(2), two_shot(4), reduce_scatter(2)),
     ],
 }
@@ -100,7 +102,8 @@ def any_kernel(pick, world):
     columns = tuple(pick.randint(0, 2) for _ in range(world))
     return pick.choice(
         [
-            reduce_scatter(tiles, s, size, staged=gather),
+            reduce_scatter(tiles, tiles, size, staged=gather, runs=pick.randint(1, 3)),
+            reduce_scatter(tiles, s, size, staged=gather, tail=pick.randint(0, tiles - (-(-tiles // s) - 1) * s)),
             small(tiles, size),
             sliced(tiles, size),
             sliced(tiles, size, pick.randint(1, world)),
@@ -110,7 +113,7 @@ def any_kernel(pick, world):
             reduce_scatter_small(pick.randint(1, 2), pick.randint(1, 3), size, sums=s),
             all_gather(pick.randint(1, 3), pick.randint(1, 3), columns, gather=0 in columns or gather, senders=pick.randint(1, 3)),
             all_gather(tiles, size, columns, 0 in columns or gather, s, groups=2, whole=pick.choice([0, 2, 1 << 20])),
-            all_gather_copied(pick.randint(1, 4), columns, gather=0 in columns or gather),
+            all_gather_copied(pick.randint(1, 4), columns, gather=0 in columns or gather, runs=pick.randint(0, 3)),
         ]
     )
 
@@ -189,6 +192,7 @@ BROKEN = [
     (HELP_FIRST, Deadlock, 2, [all_gather(1, 1, groups=2, senders=0)], 1, 1),
     (DATA_FIRST, Race, 2, [all_gather(1, 1, groups=2)], 1, 1),
     (ADD_LAST, Race, 2, [all_gather(1, 1, groups=2, whole=0)], 2, 2),
+    (ADD_LAST, Race, 2, [reduce_scatter(1, tail=1)], 2, 2),
     (ROTATION, Race, 2, [all_gather(1, 2, groups=2)] * 4, 1, 1),
     (CLEAR_SENDS, Deadlock, 2, [all_gather(1, 1)] * 2, 1, 1),
     (TELL, Deadlock, 2, [[reduce_scatter(1)], [all_gather(1, 1, (1, 0))]], 1, 1),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from dataclasses import dataclass, replace
+from unittest import mock
 
 import pytest
 import torch
@@ -35,15 +37,16 @@ class Case:
     layout: str = "plain"
     dtype: torch.dtype = torch.float32
     form: str = ""  # of an all-reduce, whatever its size
-    staged: bool = False
+    staged: bool = False  # products that are sent while the next one is computed
     groups: int = 1  # of columns of an all-gather that are waited for apart
-    splits: int = 1  # parts of its last tiles
+    splits: int = 1  # parts of K of the last tiles
     copied: bool = False  # rows are brought by copies
+    runs: bool = False  # operands by descriptors, several tiles in one loop over their steps
 
     def __str__(self) -> str:
         details = [self.reduce_op] * (self.op != AG) + ["bias"] * any(self.biases) + [self.form] * bool(self.form)
-        details += [f"{self.groups}groups_in_{self.splits}"] * (self.groups > 1)
-        details += ["copied"] * self.copied + ["staged"] * self.staged
+        details += [f"{self.groups}groups"] * (self.groups > 1) + [f"{self.splits}parts"] * (self.splits > 1)
+        details += ["copied"] * self.copied + ["staged"] * self.staged + ["runs"] * self.runs
         return "-".join([self.op, "x".join(map(str, self.shape)), f"dim{self.dim}", self.layout, *details])
 
 
@@ -57,8 +60,12 @@ CASES = [
     Case(AG, (4, 2100), (70,), biases=(True,)),  # few rows, in parts of K
     Case(AG, (130, 1033), (70,), biases=(True,), groups=4, splits=2),
     Case(AG, (3, 30, 1100), (80,), dim=1, groups=2),
+    Case(AG, (3, 30, 2100), (80,), dim=1, groups=4, splits=3),  # parts end inside of groups
     Case(AG, (130, 1033), (70,), biases=(True,), copied=True),
-    Case(AG, (3, 30, 100), (80,), dim=1, copied=True),
+    Case(AG, (3, 30, 1100), (80,), dim=1, copied=True, splits=3),
+    Case(AG, (200, 104), (200,), biases=(True,), copied=True, runs=True),
+    Case(AG, (200, 104), (200,), layout="transposed", copied=True, runs=True, splits=2),
+    Case(AG, (3, 64, 200), (136,), dim=1, runs=True),
     Case(AG, (2, 3, 40), (80, 16), dim=1, layout="strided"),  # few rows
     Case(RS, (37, 70), (45,), biases=(True,), reduce_op="avg"),
     Case(RS, (3, 10, 48), (80,), dim=1, layout="transposed"),
@@ -67,7 +74,12 @@ CASES = [
     Case(RS, (2, 9, 40), (24,), dim=1, reduce_op="avg", layout="expanded"),
     Case(RS, (2, 3, 300), (100,), dim=1, biases=(True,)),  # few rows
     Case(RS, (200, 70), (150,), biases=(True,), staged=True),
-    Case(RS, (3, 50, 1100), (80,), dim=1, reduce_op="avg", layout="transposed", staged=True),
+    Case(RS, (3, 50, 1100), (80,), dim=1, reduce_op="avg", layout="transposed", staged=True, splits=2),
+    Case(RS, (200, 1100), (150,), biases=(True,), splits=3),
+    Case(RS, (400, 104), (200,), biases=(True,), runs=True),
+    Case(RS, (500, 72), (200,), layout="transposed", runs=True, staged=True),
+    Case(RS, (200, 1096), (200,), runs=True, staged=True, splits=2),
+    Case(RS, (3, 128, 200), (136,), dim=1, reduce_op="avg", runs=True, staged=True),
     Case(AR, (37, 70), (45,), biases=(True,), reduce_op="avg"),
     Case(AR, (5, 70), (45,), biases=(True,), reduce_op="avg"),  # up to 16 rows
     Case(AR, (2, 1, 3, 300), (128,), layout="transposed"),
@@ -103,16 +115,25 @@ def operands(case: Case, rank: int, world: int) -> tuple[torch.Tensor, list[torc
     return x, weights, biases
 
 
+@contextlib.contextmanager
+def in_runs(module, weight):
+    """Kernels as for a GPU with a tensor memory accelerator, but with three processors."""
+    form = "rows" if weight.stride(1) == 1 else "columns"
+    with mock.patch.object(module, "tma_form_of", return_value=form), mock.patch.object(module, "PROCESSORS", 3):
+        yield
+
+
 def call(case: Case, x, weights, biases, group: str) -> list[torch.Tensor]:
     """The results of the op; the gathered tensor comes last."""
     import torch_triton_dist.ops  # noqa: F401
 
     ops = torch.ops.torch_triton_dist
-    if case.groups > 1 or case.copied:  # the CPU never chooses them itself
-        rows, world = x.reshape(-1, x.shape[-1]), dist.get_world_size()
+    if case.op == AG and (case.groups > 1 or case.copied or case.runs):  # the CPU never chooses them itself
+        rows, world = x.reshape(-1, x.shape[-1]).contiguous(), dist.get_world_size()
         inner = math.prod(x.shape[case.dim : -1])
         form = {"small": False, "groups": case.groups, "splits": case.splits, "copied": case.copied}
-        out, gathered = ag_mm.run(rows, weights[0], inner, group, world, biases[0] if biases else None, True, **form)
+        with in_runs(ag_mm, weights[0]) if case.runs else contextlib.nullcontext():
+            out, gathered = ag_mm.run(rows, weights[0], inner, group, world, biases[0] if biases else None, True, **form)
         shape = [*x.shape[: case.dim], world * x.shape[case.dim], *x.shape[case.dim + 1 : -1]]
         assert torch.equal(gathered.view(*shape, -1), torch.cat([one.to(x.dtype) for one in gather_all(x)], case.dim))
         return [out.view(*shape, -1)]
@@ -120,10 +141,13 @@ def call(case: Case, x, weights, biases, group: str) -> list[torch.Tensor]:
         products, gathered = ops.all_gather_matmul(x, weights, case.dim, group, bias=biases, return_gathered=len(weights) > 1)
         return [*products, gathered] if gathered is not None else products
     bias = biases[0] if biases else None
-    if case.staged:  # the CPU never chooses it itself
+    if case.op == RS and (case.staged or case.splits > 1 or case.runs):  # the CPU never chooses them itself
         rows, world = x.reshape(-1, x.shape[-1]), dist.get_world_size()
         inner = mm_rs.inner_rows(x.shape, case.dim, world)
-        out = mm_rs.run(rows, weights[0], inner, case.reduce_op, group, world, bias, small=False, staged=True)
+        form = {"small": False, "staged": case.staged, "splits": case.splits}
+        with in_runs(mm_rs, weights[0]) if case.runs else contextlib.nullcontext():
+            rows = rows.contiguous() if case.runs else rows
+            out = mm_rs.run(rows, weights[0], inner, case.reduce_op, group, world, bias, **form)
         return [out.view(*x.shape[: case.dim], x.shape[case.dim] // world, *x.shape[case.dim + 1 : -1], out.shape[-1])]
     if case.op == RS:
         return [ops.matmul_reduce_scatter(x, weights[0], case.dim, case.reduce_op, group, bias=bias)]
@@ -205,6 +229,7 @@ def test_more_ranks(world):
         *(Case(op, (rows, 96), (80,), biases=(True,)) for op in (AG, RS) for rows in (33, 2)),
         Case(AG, (33, 1100), (80,), groups=2, splits=2),
         Case(AG, (70, 100), (80,), copied=True),
+        Case(RS, (70, 600), (80,), splits=2),
         *(Case(AR, (rows, 96), (80,), form="two_shot" if rows > 100 else "") for rows in (130, 5)),
         *(Case(AR, (rows, 96), (80,), dtype=dtype, form="sliced") for dtype, rows in zip(DTYPES, (7, 130, 41), strict=True)),
     ]
@@ -538,7 +563,8 @@ def kernels_in_turns(rank: int, world: int, launches: int) -> list:
         Case(AR, (50, 40), (200,), form="sliced"),
         Case(AG, (20, 1100), (70,)),
         Case(AG, (20, 1100), (70,), groups=2, splits=2),
-        Case(AG, (70, 100), (70,), copied=True),
+        Case(AG, (70, 600), (70,), copied=True, splits=2),
+        Case(RS, (70, 600), (80,), splits=2),
     ]
     results: dict[Case, list[torch.Tensor]] = {}
     differ = 0

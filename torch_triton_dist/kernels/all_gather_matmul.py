@@ -21,7 +21,11 @@ not come soon, that nothing is left of this group and those before.
 COPIED: copy engines send the rows (`copies.py` has that protocol); there are no sends, and every program multiplies. Slots and flags lie in
 the landing area, a flag for each part of a shard, and tiles of others go in the order in which parts arrive.
 
-SPLITS > 1: the tiles that do not fill a last round of ROUND are claimed SPLITS times, each time for GROUPS / SPLITS of the groups. Each
+RUNS > 0 (copied, operands by the tensor memory accelerator): the first RUNS claims of the own tiles are runs of all of them, tiles c,
+c + RUNS, c + 2 * RUNS, ...; those of the others' tiles, of all but the last. A run is one loop over the steps of all its tiles: the
+operands of a tile, and with them the wait for its rows, come while the one before is still multiplied and stored.
+
+SPLITS > 1: the last TAIL tiles, which would not fill a round, are claimed SPLITS times, each time for PART_K of the columns. Each
 stores its fp32 product into the own scratch [tile][part]; who stores the last part (another count) adds them all, in their order: the same
 bits from run to run.
 
@@ -32,6 +36,7 @@ columns 0 .. K/2-1 of both blocks first; claim 2 waits for [1][0][0], multiplies
 Why it cannot deadlock: a send never waits, and a program that waits for a group has seen to it that all sends of its rank up to this group
 have been claimed, by programs that run. So of all waits of all ranks, one for the lowest group ends, also with a single resident program;
 and a rank where nobody waits gets to its last programs, which send what is left. Nobody waits for parts: the last one adds.
+Nor does anybody wait for a tile, which is stored late when the next one of its run has to wait.
 
 Why it cannot race: flags of launch n are set to its stamp and waited for (NOTE [stamps] in language/core.py). Slots of launch n lie in
 half n % 2 and are written again in launch n+2 at the earliest. A rank starts n+2 after its own n+1, in which it has waited for a flag n+1
@@ -47,11 +52,23 @@ from collections.abc import Sequence
 import torch
 
 from .. import config
-from ..runtime.layout import WORD, landing_bytes, landing_header
+from ..runtime.layout import ALIGNMENT, WORD, landing_bytes, landing_header
 from . import all_gather_matmul_small
-from .forecast import MANY, copied_us, grouped_us
+from .forecast import MANY, PARTS, copied_us, grouped_us
 from .template import Plan, align, cdiv, constants_of, grid_programs, launch
-from .tiles import PROCESSORS, TMA_ROWS, Tile, choose_tile, fitting, pieces_of, power_of_two, tma_form_of, wide_tile, wide_tile_pays
+from .tiles import (
+    PROCESSORS,
+    TMA_ROWS,
+    Tile,
+    choose_tile,
+    fitting,
+    pieces_of,
+    power_of_two,
+    run_stages,
+    tma_form_of,
+    wide_tile,
+    wide_tile_pays,
+)
 
 NAME = "all_gather_matmul"
 KERNEL_ID = 1
@@ -64,10 +81,9 @@ SMALL_ROWS = {"cpu": 32, "cuda": 512}
 GROUPS = 4  # of columns that are sent one after the other and waited for inside a product, where the link takes as long as the products
 GROUPED_ROWS = 2048  # global rows up to which it does
 GROUP_DEPTH = 512  # columns of a group, at least
-ROUND = PROCESSORS - SENDERS  # tiles that are multiplied at the same time, then
 LOOKS = 64  # looks at a flag before a program that should multiply helps to send
 STEP = 1 << 14  # elements that a program loads, then stores, when it sends
-SCRATCH = 96 * 128 * 256  # elements of all parts of tiles, at most
+PARTS_BYTES = 2 * PROCESSORS * 128 * 256 * 4  # of all parts of tiles, at most
 # From so many bytes that a rank sends on, copy engines do it: to enter, and to begin behind that, takes some 15 us. Where it was measured.
 COPIED_BYTES = 16 << 20
 COPIED_WORLDS = (2, 4)
@@ -94,14 +110,18 @@ SOURCE = r"""
 {% endif %}
     slot_size = tl.cast(R, tl.int64) * K
     sends = tiles_m * CHUNKS  # of a group of columns
-    whole = WORLD * tiles{{" // ROUND * ROUND" if SPLITS > 1 else ""}}  # tiles that are one claim; the others are SPLITS claims each
-    own_claims = tl.minimum(tiles, whole) + (tiles - tl.minimum(tiles, whole)) * SPLITS
-    claims = whole + (WORLD * tiles - whole) * SPLITS
+    whole = WORLD * tiles - TAIL  # tiles that are not claimed in parts
+{% if SPLITS > 1 %}
+    counts = dl.flags(n, ctx=CTX) + COUNTS
+    scratch = dl.heap(n, tl.float32, ctx=CTX) + SCRATCH
+    in_tile = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N // PIECES)[None, :]
+{% endif %}
 {% if TMA %}
     b_desc = descriptor_of_b(B, K, N, {{stride("B", 0)}}, {{stride("B", 1)}}, BLOCK_N, BLOCK_K, B_ROWS)
 {% endif %}
 
     claim = tl.full((), 0, tl.int32)
+    claims = tl.full((), 0, tl.int32)  # of the part before
     for part in range(2):  # own rows, rows of others
 {% if not COPIED %}
         if {{"(part == 1) | " if GROUPS == 1 else "(part == 0) & "}}(tl.program_id(0) >= tl.num_programs(0) - SENDERS):
@@ -116,112 +136,158 @@ SOURCE = r"""
         shards_rows = R + part * (WORLD - 1) * R
         a_desc = tl.make_tensor_descriptor(tl.multiple_of(shards, 16), [shards_rows, K], [K, 1], [BLOCK_M, BLOCK_K])
 {% endif %}
-        while claim < own_claims + part * (claims - own_claims):
-            tile = claim
-            if claim > whole:
-                tile = whole + (claim - whole) // SPLITS
-            row_tile, tile_n = swizzle(tile - part * tiles, tiles_m + part * (WORLD - 2) * tiles_m, tiles_n, GROUP_M)
-            # Tiles of others go in the order in which their rows arrive.
-{% if COPIED %}
-            source = me
-            tile_m = row_tile
-            if part == 1:
-                peer, tile_m = arrival(row_tile, tiles_m, PEERS)
-                source = (me + 1 + peer) % WORLD
-            block_flags = part_flag(flags, source, tile_m, tiles_m)
-{% else %}
-            source = (me + part * (1 + row_tile % PEERS)) % WORLD
-            tile_m = row_tile // (1 + part * (PEERS - 1))
-            block_flags = flags + (source * tiles_m + tile_m) * GROUPS
+        blocks = tiles_m + part * (WORLD - 2) * tiles_m
+        undivided = tl.minimum(blocks * tiles_n, tl.maximum(whole - part * tiles, 0))
+        limit = claims + undivided
+{% if RUNS %}
+        # The first claims are runs of tiles. Behind the own ones comes more, so they are all; of the others, the last go one by one.
+        run = tl.maximum(undivided // RUNS - part, 0)
+        longer = (1 - part) * (undivided % RUNS)
+        runs = tl.where(run > 0, RUNS, longer)
+        limit -= RUNS * run + longer - runs
 {% endif %}
-            rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
-            token = tl.full((), 0, tl.int64)
-{% if GROUPS == 1 %}
-            if part == 1:
-                token = dl.wait_stamp(block_flags, stamp, KERNEL_ID, source, ctx=CTX)
-            begin = 0
-            stop = K
-{% else %}
-            # One step over all columns if they are there, else one a group, as soon as it has arrived.
-            missing = tl.full((), 0, tl.int64)
-            if part == 1:
-                missing, token = dl.look(block_flags, stamp, GROUPS)
-            begin = 0
-            end = K
+        # Whole tiles, parts of tiles: two loops, or the first, which takes the time, would get fewer registers.
+        for phase in tl.static_range({{2 if SPLITS > 1 else 1}}):
 {% if SPLITS > 1 %}
-            if claim >= whole:
-                begin = (claim - whole) % SPLITS * (GROUPS // SPLITS * GROUP_K)
-                end = tl.minimum(begin + GROUPS // SPLITS * GROUP_K, K)
+            divided = limit
+            if phase == 1:
+                limit += (blocks * tiles_n - undivided) * SPLITS
 {% endif %}
-            acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-            while begin < end:
-                stop = end
-                if missing != 0:
-                    group = begin // GROUP_K
-                    stop = tl.minimum(begin + GROUP_K, end)
-                    absent, token = dl.look(block_flags + group, stamp, 1, LOOKS)
-                    if absent != 0:
-                        send_rows(
-                            (group + 1) * sends, A, slots, flags, R, K, n, stamp, CHUNK_M, CHUNKS, HELP_K, GROUP_K, GROUPS, WORLD, CTX
+            while claim < limit:
+                tile = claim - claims
+                count = 1
+{% if RUNS %}
+                if tile < runs:
+                    count = run + (tile < longer).to(tl.int32)
+                else:
+                    tile += RUNS * run + longer - runs
+{% endif %}
+                begin = 0
+                end = K
+{% if SPLITS > 1 %}
+                split = 0
+                if phase == 1:
+                    tile = undivided + (claim - divided) // SPLITS
+                    split = (claim - divided) % SPLITS
+                    begin = split * PART_K
+                    end = tl.minimum(begin + PART_K, K)
+{% endif %}
+{% if RUNS %}
+                # One loop over the steps of all tiles of a claim: the operands of a tile are loaded while the one before is stored.
+                steps = tl.cdiv(K, BLOCK_K)
+                step = -1
+                source = me
+                tile_m = 0
+                tile_n = 0
+                row = 0
+                tile -= RUNS
+                acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+                for _ in tl.range(0, steps * count):
+                    step = tl.where(step == steps - 1, 0, step + 1)
+                    if step == 0:
+                        tile += RUNS
+                        source, tile_m, tile_n, flag = place_of(
+                            tile, part, me, blocks, tiles_m, tiles_n, flags, GROUPS, COPIED, GROUP_M, PEERS, WORLD
                         )
-                        token = dl.wait_stamp(block_flags + group, stamp, KERNEL_ID, source, ctx=CTX)
+                        row = arrived_row(flag, part, source, R, tile_m * BLOCK_M, stamp, KERNEL_ID, CTX)
+                    acc = matmul_step_tma(a_desc, b_desc, acc, row, tile_n * BLOCK_N, step * BLOCK_K, B_ROWS, INPUT_PRECISION)
+                    if step == steps - 1:
+{% else %}
+                source, tile_m, tile_n, flag = place_of(
+                    tile, part, me, blocks, tiles_m, tiles_n, flags, GROUPS, COPIED, GROUP_M, PEERS, WORLD
+                )
+                rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+                token = tl.full((), 0, tl.int64)
+{% if GROUPS == 1 %}
+                if part == 1:
+                    token = dl.wait_stamp(flag, stamp, KERNEL_ID, source, ctx=CTX)
+{% else %}
+                # One step over all columns if they are there, else one a group, as soon as it has arrived.
+                missing = tl.full((), 0, tl.int64)
+                if part == 1:
+                    missing, token = dl.look(flag, stamp, GROUPS)
+{% endif %}
+                stop = end
+{% if GROUPS > 1 %}
+                acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+                while begin < end:
+                    stop = end
+                    if missing != 0:
+                        group = begin // GROUP_K
+                        stop = tl.minimum((group + 1) * GROUP_K, end)
+                        absent, token = dl.look(flag + group, stamp, 1, LOOKS)
+                        if absent != 0:
+                            send_rows(
+                                (group + 1) * sends, A, slots, flags, R, K, n, stamp, CHUNK_M, CHUNKS, HELP_K, GROUP_K, GROUPS, WORLD, CTX
+                            )
+                            token = dl.wait_stamp(flag + group, stamp, KERNEL_ID, source, ctx=CTX)
 {% endif %}
 {% filter indent(0 if GROUPS == 1 else 4, first=True) %}
 {% if TMA %}
-            token += dl.fence_async()
-            row = dl.consume_token(part * source * R + tile_m * BLOCK_M, token.to(tl.int32))
-            acc = matmul_tile_tma(
-                a_desc, b_desc, row, tile_n * BLOCK_N, stop, BLOCK_M, BLOCK_N, BLOCK_K, B_ROWS, INPUT_PRECISION,
-                begin=begin, acc={{"None" if GROUPS == 1 else "acc"}},
-            )
+                token += dl.fence_async()
+                row = dl.consume_token(part * source * R + tile_m * BLOCK_M, token.to(tl.int32))
+                acc = matmul_tile_tma(
+                    a_desc, b_desc, row, tile_n * BLOCK_N, stop, BLOCK_M, BLOCK_N, BLOCK_K, B_ROWS, INPUT_PRECISION,
+                    begin=begin, acc={{"None" if GROUPS == 1 else "acc"}},
+                )
 {% else %}
-            cols = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-            shard = A.to(tl.int64)
-            if part == 1:
-                shard = dl.consume_token(slots + source * slot_size, token).to(tl.int64)
-            acc = matmul_tile(
-                tl.multiple_of(shard.to(tl.pointer_type(DTYPE)), 16) + begin,
-                B + tl.cast(begin, tl.int64) * {{stride("B", 0)}},
-                rows, cols, rows < R, cols < N, stop - begin,
-                K, 1, {{stride("B", 0)}}, {{stride("B", 1)}},
-                BLOCK_M, BLOCK_N, BLOCK_K, EVEN, INPUT_PRECISION, acc={{"None" if GROUPS == 1 else "acc"}},
-            )
+                cols = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+                shard = A.to(tl.int64)
+                if part == 1:
+                    shard = dl.consume_token(slots + source * slot_size, token).to(tl.int64)
+                acc = matmul_tile(
+                    tl.multiple_of(shard.to(tl.pointer_type(DTYPE)), 16) + begin,
+                    B + tl.cast(begin, tl.int64) * {{stride("B", 0)}},
+                    rows, cols, rows < R, cols < N, stop - begin,
+                    K, 1, {{stride("B", 0)}}, {{stride("B", 1)}},
+                    BLOCK_M, BLOCK_N, BLOCK_K, EVEN, INPUT_PRECISION, acc={{"None" if GROUPS == 1 else "acc"}},
+                )
 {% endif %}
 {% endfilter %}
 {% if GROUPS > 1 %}
-                begin = stop
+                    begin = stop
 {% endif %}
-            complete = True
-{% if SPLITS > 1 %}
-            if claim >= whole:
-                scratch = (slots.to(tl.int64) + SCRATCH).to(tl.pointer_type(tl.float32))
-                parts = tl.multiple_of(scratch, 16) + (tile - whole) * (SPLITS * BLOCK_M * BLOCK_N)
-                in_tile = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-                tl.store(parts + (claim - whole) % SPLITS * (BLOCK_M * BLOCK_N) + in_tile, acc)
-                before = dl.count_stored(flags + (WORLD + 1) * tiles_m * GROUPS + tile - whole, n)
-                complete = before == SPLITS - 1
-                if complete:
-                    parts = dl.consume_token(parts, tl.minimum(before, 0))
-                    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-                    for one in range(SPLITS):
-                        acc += tl.load(parts + one * (BLOCK_M * BLOCK_N) + in_tile)
 {% endif %}
-            if complete:
-{% if INNER %}
-                idx_m = ((rows // INNER * WORLD + source) * INNER + rows % INNER)[:, None].to(INDEX_DTYPE)
-{% else %}
-                idx_m = (source * R + rows)[:, None].to(INDEX_DTYPE)
-{% endif %}
+{% filter indent(8 if RUNS else 0, first=True) %}
+                rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
                 products = columns_apart(acc, BLOCK_M, BLOCK_N, PIECES)
-                for piece in tl.static_range(PIECES):
-                    product = products[piece]
-                    idx_n = (tile_n * BLOCK_N + piece * (BLOCK_N // PIECES) + tl.arange(0, BLOCK_N // PIECES))[None, :]
-                    mask = (rows < R)[:, None] & (idx_n < N)
-{% if HAS_BIAS %}
-                    product += tl.load(BIAS + idx_n * {{stride("BIAS", 0)}}, mask=idx_n < N, other=0.0).to(tl.float32)
+                complete = True
+{% if SPLITS > 1 %}
+                divided_tile = part * tiles + tile - whole
+                parts = scratch + divided_tile * (SPLITS * BLOCK_M * BLOCK_N)
+                if phase == 1:
+                    for piece in tl.static_range(PIECES):
+                        place = split * (BLOCK_M * BLOCK_N) + piece * (BLOCK_N // PIECES)
+                        tl.store(parts + place + in_tile, products[piece])
+                    before = dl.count_stored(counts + divided_tile, n)
+                    complete = before == SPLITS - 1
+                    parts = dl.consume_token(parts, tl.minimum(before, 0))
 {% endif %}
-                    {{store_output(("idx_m", "idx_n"), "product", "mask", indent_width=20, val_shape=("BLOCK_M", "BLOCK_N // PIECES"))}}
-            claim = dl.claim(ctx=CTX)
+                if complete:
+{% if INNER %}
+                    idx_m = ((rows // INNER * WORLD + source) * INNER + rows % INNER)[:, None].to(INDEX_DTYPE)
+{% else %}
+                    idx_m = (source * R + rows)[:, None].to(INDEX_DTYPE)
+{% endif %}
+                    for piece in tl.static_range(PIECES):
+                        product = products[piece]
+{% if SPLITS > 1 %}
+                        if phase == 1:
+                            product = sum_of_parts(parts + piece * (BLOCK_N // PIECES) + in_tile, BLOCK_M * BLOCK_N, SPLITS)
+{% endif %}
+                        idx_n = (tile_n * BLOCK_N + piece * (BLOCK_N // PIECES) + tl.arange(0, BLOCK_N // PIECES))[None, :]
+                        mask = (rows < R)[:, None] & (idx_n < N)
+{% if HAS_BIAS %}
+                        product += tl.load(BIAS + idx_n * {{stride("BIAS", 0)}}, mask=idx_n < N, other=0.0).to(tl.float32)
+{% endif %}
+{% set INDENT = 32 if RUNS else 24 %}
+                        {{store_output(("idx_m", "idx_n"), "product", "mask", INDENT, val_shape=("BLOCK_M", "BLOCK_N // PIECES"))}}
+{% endfilter %}
+{% if RUNS %}
+                        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+{% endif %}
+                claim = dl.claim(ctx=CTX)
+        claims = limit
 {% if GATHER %}
 
     # The gathered rows, for whoever else reads them.
@@ -263,25 +329,36 @@ def keeps_gathered(widths: list[int], return_gathered: bool) -> bool:
     return return_gathered or len(widths) > 1 or max(widths) == 0
 
 
-def _tile_and_splits(rows: int, n: int, k: int, world: int, groups: int, tiles: Sequence[Tile], splits: int | None) -> tuple[Tile, int]:
-    """One of `tiles`, and in how many parts of K the last ones are multiplied (`splits`, if that is given): what ends first by
-    `forecast.py`, parts if they save 2 %. Wide tiles stay whole if they are the only round: at 1024 rows, parts took 107 us where narrow
-    tiles take 84 us. So do tiles of fewer than 128 rows (groups of more than four ranks), of which nothing was measured."""
+def _scratch_bytes(gathered: int, taken: int) -> int:
+    """Room for parts of tiles in each half of the heap, bytes: as much as leaves the symmetric memory below three times the gathered tensor
+    (`gathered` bytes) or 64 MiB. taken: bytes of it that hold rows."""
+    return max(0, min(PARTS_BYTES, (max(3 * gathered, 64 << 20) - taken) // 2 - (1 << 16))) // ALIGNMENT * ALIGNMENT
 
-    def time_us(one: tuple[Tile, int]) -> float:
-        tile, parts = one
-        return grouped_us(rows, n, k, world, tile.n, groups, parts, SENDERS) * (1.02 if parts > 1 else 1)
 
-    possible = []
+def _tile_and_parts(
+    rows: int, n: int, k: int, world: int, groups: int, tiles: Sequence[Tile], splits: int | None, scratch: int
+) -> tuple[Tile, int, int]:
+    """One of `tiles`, how many of its last tiles are multiplied in parts of K, and in how many parts (`splits`, if that is given): what
+    ends first by `forecast.py`, parts if they save 1 %. scratch: bytes for parts.
+
+    Wide tiles stay whole if they are the only round: at 1024 rows, parts took 107 us where narrow tiles take 84 us. So do tiles of fewer
+    than 128 rows (groups of more than four ranks), of which nothing was measured."""
+
+    def time_us(form: tuple[Tile, int, int]) -> float:
+        tile, tail, parts = form
+        return grouped_us(rows, n, k, world, tile.n, groups, tail, parts, SENDERS) * (1.01 if parts > 1 else 1)
+
+    forms = [(tile, 0, 1) for tile in tiles] if splits in (None, 1) else []
     for tile in tiles:
         count = world * cdiv(rows, tile.m) * cdiv(n, tile.n)
-        parts_pay = tile.m == 128 and (tile.n <= 128 or count >= ROUND) and count <= MANY
-        for parts in ((1, 2, 4) if parts_pay else (1,)) if splits is None else (splits,):
-            if parts == 1 or (groups % parts == 0 and count % ROUND * parts * tile.m * tile.n <= SCRATCH):
-                possible.append((tile, parts))
-    if not possible:
+        parts_may_pay = tile.m == 128 and (tile.n <= 128 or count >= PROCESSORS - SENDERS)
+        for parts in (PARTS[1:] if parts_may_pay else ()) if splits is None else {splits} - {1}:
+            most = scratch // (parts * tile.m * tile.n * 4)
+            tails = {min(count % PROCESSORS, most), min(count % (PROCESSORS - SENDERS), most) if groups > 1 else 0} - {0}
+            forms += [(tile, tail, parts) for tail in sorted(tails)]
+    if not forms:
         raise ValueError(f"{NAME}: the last of {count} tiles of {tile.m} x {tile.n} are not to be multiplied in {splits} parts")
-    return min(possible, key=time_us)
+    return min(forms, key=time_us) if len(forms) > 1 else forms[0]
 
 
 def plan(
@@ -307,9 +384,9 @@ def plan(
     """Plan for shard [rows, k] gathered over `world` ranks @ weight [k, n]; inner: rows of a shard that follow each other in the
     gathered tensor; gather: whether the gathered tensor is an output too; tma: see `tma_form`; tile: another one than `choose_tile`'s,
     with the same rows on all ranks; senders: programs that send before they multiply; small: whether it is a plan for
-    `all_gather_matmul_small` (None: by the rows); groups: of columns, the same on all ranks; splits: parts of the last tiles, a divisor of
-    groups; copied: whether copy engines send the rows, in one group, the same on all ranks (None: by sizes, `replayed` and
-    `config.copy_engines`); replayed: whether it is for a CUDA graph."""
+    `all_gather_matmul_small` (None: by the rows); groups: of columns, the same on all ranks; splits: parts of the last tiles,
+    given on all ranks or on none; copied: whether copy engines send the rows, in one group, the same on all ranks (None: by sizes,
+    `replayed` and `config.copy_engines`); replayed: whether it is for a CUDA graph."""
     if small is None:
         small = world * rows <= SMALL_ROWS[device.type] and not copied
     if small:
@@ -325,29 +402,28 @@ def plan(
         raise ValueError(f"{NAME}: copy engines are driven through CUDA only")
     if copied and groups > 1:
         raise ValueError(f"{NAME}: copy engines send whole rows, not {groups} groups of columns")
-    if tile is None:
-        tile = choose_tile(world * rows, rows, n, k, dtype, device.type, wide=64)
-        possible = [tile]
-        if tile.m == 128 and dtype.itemsize == 2:
-            narrow = fitting(tile._replace(n=min(tile.n, 128), num_stages=4), 2)
-            many = world * cdiv(rows, 128) * cdiv(n, 128) > MANY
-            if groups > 1:
-                possible = [wide_tile(k)] if many else [narrow, wide_tile(k)]
-            elif copied:
-                tile = wide_tile(k) if many else min((wide_tile(k), narrow), key=lambda one: copied_us(rows, n, k, world, one.n))
-            elif wide_tile_pays(world * rows, n):
-                tile = wide_tile(k)
-    else:
-        possible = [tile]
-    if groups > 1:
-        tile, splits = _tile_and_splits(rows, n, k, world, groups, possible, splits)
-    elif splits not in (None, 1):
-        raise ValueError(f"{NAME}: the depth is not in groups, and not to be multiplied in {splits} parts")
-    splits = splits or 1
+    wide = wide_tile(k)
+    many = world * cdiv(rows, 128) * cdiv(n, 128) > MANY
+    possible = [tile] if tile else [choose_tile(world * rows, rows, n, k, dtype, device.type, wide=64)]
+    if tile is None and possible[0].m == 128 and dtype.itemsize == 2:
+        narrow = fitting(possible[0]._replace(n=min(possible[0].n, 128), num_stages=4), 2)
+        if groups > 1:
+            possible = [wide] if many else [narrow, wide]
+        elif copied:
+            possible = [wide if many else min((wide, narrow), key=lambda one: copied_us(rows, n, k, world, one.n))]
+        elif wide_tile_pays(world * rows, n):
+            possible = [wide]
+    gathered = world * rows * k * dtype.itemsize
+    slot_bytes = 0 if copied else align(gathered)
+    landing = landing_bytes(world, gathered // world) if copied else 0
+    scratch = 0
+    if splits is not None or (groups > 1 and device.type == "cuda" and dtype.itemsize == 2):
+        scratch = _scratch_bytes(gathered, 2 * slot_bytes + landing)
+    tile, tail, splits = _tile_and_parts(rows, n, k, world, groups, possible, splits, 0 if many else scratch)
     tma = tma if tile.m >= TMA_ROWS else ""
     tiles_m, tiles_n = cdiv(rows, tile.m), cdiv(n, tile.n)
     tiles = world * tiles_m * tiles_n
-    claims = tiles + tiles % ROUND * (splits - 1)
+    claims = tiles + tail * (splits - 1)
     programs = grid_programs(claims + (SENDERS if groups > 1 else 0), device.type, device.index)
     # Chunks of 64 KiB or more for each peer, as far as that leaves one for every program.
     group_k = align(cdiv(k, groups))
@@ -355,7 +431,9 @@ def plan(
     if world == 2:  # a chunk for one peer costs a claim and a wait for its stores, as one for three does; each sender still gets one
         chunk_m = max(chunk_m, min(4 * chunk_m, power_of_two(rows // SENDERS + 1) // 2))
     chunk_m = min(tile.m, chunk_m)
-    slot_bytes = 0 if copied else align(world * rows * k * dtype.itemsize)
+    # With sends in the same kernel, runs would spill registers.
+    stages = run_stages(tile, dtype.itemsize) if copied and tma and splits == 1 else 0
+    counts = 0 if copied else (world + 1) * tiles_m * groups  # words in front of those of the parts
     constants = {
         **constants_of(rows, n, k, tile, world, dtype, KERNEL_ID, tma=bool(tma)),
         "PEERS": max(1, world - 1),
@@ -371,8 +449,11 @@ def plan(
         "COPIED": copied,
         "HEADER": landing_header(world) // WORD,
         "SPLITS": splits,
-        "ROUND": ROUND,
-        "SCRATCH": slot_bytes,
+        "TAIL": tail,
+        "RUNS": PROCESSORS if stages else 0,
+        "PART_K": cdiv(cdiv(k, splits), tile.k) * tile.k,
+        "COUNTS": counts,
+        "SCRATCH": slot_bytes // 4,
         "INNER": 0 if inner == rows else inner,
         "B_ROWS": tma == "rows",
         "HAS_BIAS": has_bias,
@@ -382,15 +463,15 @@ def plan(
     return Plan(
         kernel=NAME,
         # n may differ from rank to rank, and with it tile and parts: room for as many parts as are ever made.
-        nbytes=slot_bytes + (SCRATCH * 4 if groups > 1 else 0),
-        nflags=0 if copied else (world + 1) * tiles_m * groups + (PROCESSORS if groups > 1 else 0),
+        nbytes=slot_bytes + scratch,
+        nflags=counts + (PROCESSORS if scratch else 0),
         programs=programs,
         constants=constants,
         num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
+        num_stages=stages or tile.num_stages,
         # n, bias and gather may differ: weights can be sharded unevenly
         signature=f"{NAME}(shard [{rows}, {k}], {dtype}, inner={inner}{', copied' if copied else ''})",
-        landing=landing_bytes(world, rows * k * dtype.itemsize) if copied else 0,
+        landing=landing,
     )
 
 

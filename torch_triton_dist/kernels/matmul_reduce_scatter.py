@@ -17,12 +17,19 @@ A program raises the flag of a tile when it has computed its next one: by then t
 has nothing to wait for. It owes one flag at most, and pays before it waits or ends. When programs have several large tiles, a product is
 staged in the own heap (a place for each program), and sent while the next one is computed, a slice in each step over K.
 
+RUNS > 0 (one round, operands by the tensor memory accelerator): the first RUNS claims are runs of RUN sends, tiles c, c + RUNS,
+c + 2 * RUNS, ... in that order, in one loop over the steps of them all: the operands of a tile are loaded while the one before is stored.
+
+SPLITS > 1: the last TAIL own tiles, which would not fill a round of the processors, are SPLITS claims each, for PART_K of the depth.
+Each stores its fp32 product into the own scratch [tile][part]; who stores the last part (a count) adds them all, in their order, and the
+slots of the peers: the same bits from run to run.
+
 Example: W=2, x [8, K], BLOCK_M=2: R=4, T=2 (one tile in N), S=1. Rank 0 claims: send 0 (rows 4-5, for rank 1, into slot [0][0] there),
 send 1 (rows 6-7, slot [1][0]), sum 0 (rows 0-1 plus slot [0][0] from rank 1), sum 1 (rows 2-3 plus slot [1][0]).
 
 Why it cannot deadlock: claims are handed out in order, and all ranks have the same order of kinds: send 0, send 1, sum 0, send 2, ....
 A send never waits, and sum g waits only for send g of the peers, which is earlier. So the first unfinished kind of all ranks is never
-blocked, also with a single resident program.
+blocked, also with a single resident program. Nobody waits for parts: the last one adds.
 
 Why it cannot race: flags of launch n are set to its stamp and waited for (NOTE [stamps] in language/core.py). Slots of launch n lie in
 half n % 2 and are written again in launch n+2 at the earliest. A rank starts n+2 after its own n+1, in which it has seen a flag n+1 of
@@ -38,6 +45,7 @@ import math
 import torch
 
 from . import matmul_reduce_scatter_small
+from .forecast import PARTS, last_in_parts
 from .template import Plan, align, cdiv, constants_of, grid_programs, launch, scale_of
 from .tiles import (
     PROCESSORS,
@@ -47,6 +55,7 @@ from .tiles import (
     choose_tile,
     deep_tile,
     pieces_of,
+    run_stages,
     share_of_round,
     slice_of,
     tma_form_of,
@@ -60,8 +69,19 @@ KERNEL_ID = 2
 # Global rows up to which `matmul_reduce_scatter_small` is faster; on the CPU, just to use it.
 SMALL_ROWS = {"cpu": 32, "cuda": 384}
 
+DEEP = 1 << 20  # columns of x: more than any rank has
+LEAST_RUN = 4  # tiles that the first claims send, at least
+
 SOURCE = r"""
 {{def_kernel(*INPUTS)}}
+{%- set add_bias %}
+{% if BIAS_DIMS == 1 %}
+part += tl.load(BIAS + col * {{stride("BIAS", 0)}}, mask=col < N, other=0.0).to(tl.float32)
+{%- elif BIAS_DIMS == 2 %}
+bias_offsets = rows.to(tl.int64)[:, None] * {{stride("BIAS", 0)}} + col * {{stride("BIAS", 1)}}
+part += tl.load(BIAS + bias_offsets, mask=mask, other=0.0).to(tl.float32)
+{%- endif %}
+{%- endset %}
     R = {{size("A", 0)}} // WORLD
     N = {{size("B", 1)}}
     K = {{size("A", 1)}}
@@ -75,6 +95,13 @@ SOURCE = r"""
     slots = dl.heap(n, DTYPE, ctx=CTX)
     in_tile = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N // PIECES)[None, :]
     rounds = tl.cdiv(tiles, S)
+    whole = rounds * WORLD * S{{" - RUNS * (RUN - 1)" if RUNS else ""}}  # claims of whole tiles
+{% if SPLITS > 1 %}
+    whole -= rounds * S - tiles + TAIL
+    claims = whole + TAIL * SPLITS  # the others are a part of one
+    counts = flags + tiles * (WORLD - 1)
+    scratch = dl.heap(n, tl.float32, ctx=CTX) + SCRATCH
+{% endif %}
     claim = dl.first_claim(stamp, ctx=CTX)
 {% if TMA %}
     a_desc = tl.make_tensor_descriptor(A, [R * WORLD, K], [{{stride("A", 0)}}, 1], [BLOCK_M, BLOCK_K])
@@ -86,81 +113,162 @@ SOURCE = r"""
 {% if SLICE %}
     stage = slots + STAGED + tl.program_id(0).to(tl.int64) * (BLOCK_M * BLOCK_N)  # the product that goes with the flag
 {% endif %}
-    while claim < rounds * WORLD * S:
-        round, place = reduce_scatter_step(claim, rounds, S, WORLD)
-        owner = (me + 1 + place // S) % WORLD
-        tile = round * S + place % S
-        if tile < tiles:  # the last round may have gaps
-            tile_m, tile_n = swizzle(tile, tiles_m, tiles_n, GROUP_M)
-            idx_m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
-            cols = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-            row_mask = idx_m < R
-{% if INNER %}
-            rows = (idx_m // INNER * WORLD + owner) * INNER + idx_m % INNER
-            first_row = (tile_m * BLOCK_M // INNER * WORLD + owner) * INNER + tile_m * BLOCK_M % INNER
-{% else %}
-            rows = owner * R + idx_m
-            first_row = owner * R + tile_m * BLOCK_M
-{% endif %}
+{% if RUNS %}
+    while claim < RUNS:
+        steps = tl.cdiv(K, BLOCK_K)
+        step = -1
+        item = claim - RUNS
+        owner = me
+        tile = 0
+        tile_m = 0
+        tile_n = 0
+        first_row = 0
 {% if SLICE %}
-            target = dl.symm_at(slots, debtor, alignment=16, ctx=CTX) + tl.maximum(owed, 0).to(tl.int64) * (BLOCK_M * BLOCK_N)
-            left = tl.where(owed >= 0, BLOCK_M * BLOCK_N, 0)
+        lane = tl.arange(0, SLICE)
+        left = tl.where(owed >= 0, BLOCK_M * BLOCK_N, 0)
+        target = dl.symm_at(slots, debtor, alignment=16, ctx=CTX) + tl.maximum(owed, 0).to(tl.int64) * (BLOCK_M * BLOCK_N)
+        slice = tl.load(stage + lane, mask=lane < left, cache_modifier=".cg")
+{% endif %}
+        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for _ in tl.range(0, steps * RUN):
+            step = tl.where(step == steps - 1, 0, step + 1)
+            if step == 0:
+                item += RUNS
+                round, place = reduce_scatter_step(item, rounds, S, WORLD)
+                owner = (me + 1 + place // S) % WORLD
+                tile = round * S + place % S
+                tile_m, tile_n = swizzle(tile, tiles_m, tiles_n, GROUP_M)
+                first_row = rows_of(tile_m * BLOCK_M, owner, R, INNER, WORLD)
+            acc = matmul_step_tma(a_desc, b_desc, acc, first_row, tile_n * BLOCK_N, step * BLOCK_K, B_ROWS, INPUT_PRECISION)
+{% if SLICE %}
+            sent = step * SLICE + lane
+            tl.store(target + sent, slice, mask=sent < left)
+            slice = tl.load(stage + SLICE + sent, mask=SLICE + sent < left, cache_modifier=".cg")
+{% endif %}
+            if step == steps - 1:
+{% if SLICE %}
+                copy(stage, target, steps * SLICE, left, SLICE)
+{% endif %}
+                if owed >= 0:
+                    dl.notify(flags + owed, debtor, signal=stamp, ctx=CTX, pipelined=True)
+                owed = tile * (WORLD - 1) + (owner + WORLD - me) % WORLD - 1
+                debtor = owner
+                slot = dl.symm_at(slots, owner, alignment=16, ctx=CTX) + owed.to(tl.int64) * (BLOCK_M * BLOCK_N)
+                idx_m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+                rows = rows_of(idx_m, owner, R, INNER, WORLD)
+                products = columns_apart(acc, BLOCK_M, BLOCK_N, PIECES)
+                for piece in tl.static_range(PIECES):
+                    part = products[piece]
+                    col = (tile_n * BLOCK_N + piece * (BLOCK_N // PIECES) + tl.arange(0, BLOCK_N // PIECES))[None, :]
+                    mask = (idx_m < R)[:, None] & (col < N)
+                    {{add_bias | indent(20)}}
+                    at = {{"stage" if SLICE else "slot"}} + piece * (BLOCK_N // PIECES) + in_tile
+                    tl.store(at, part.to(DTYPE){{"" if SLICE else ", mask=mask"}})
+{% if SLICE %}
+                dl.stores_done()
+                dl.block_barrier()  # threads load what others have stored
+                target = slot
+                left = tl.full((), BLOCK_M * BLOCK_N, tl.int32)
+                slice = tl.load(stage + lane, cache_modifier=".cg")
+{% endif %}
+                acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        claim = dl.claim(ctx=CTX)
+{% endif %}
+    # Whole tiles, parts of tiles: two loops, or the first, which takes the time, would get fewer registers.
+    for phase in tl.static_range({{2 if SPLITS > 1 else 1}}):
+        limit = {{"claims if phase == 1 else whole" if SPLITS > 1 else "whole"}}
+        while claim < limit:
+            round, place = reduce_scatter_step(claim{{" + RUNS * (RUN - 1)" if RUNS else ""}}, rounds, S, WORLD)
+            owner = (me + 1 + place // S) % WORLD
+            tile = round * S + place % S
+            begin = 0
+            end = K
+{% if SPLITS > 1 %}
+            split = claim - whole
+            if phase == 1:
+                owner = me
+                tile = tiles - TAIL + split // SPLITS
+                begin = split % SPLITS * PART_K
+                end = tl.minimum(begin + PART_K, K)
+{% endif %}
+            if tile < tiles:  # the last round may have gaps
+                tile_m, tile_n = swizzle(tile, tiles_m, tiles_n, GROUP_M)
+                idx_m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+                cols = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+                row_mask = idx_m < R
+                rows = rows_of(idx_m, owner, R, INNER, WORLD)
+                first_row = rows_of(tile_m * BLOCK_M, owner, R, INNER, WORLD)
+{% if SLICE %}
+                target = dl.symm_at(slots, debtor, alignment=16, ctx=CTX) + tl.maximum(owed, 0).to(tl.int64) * (BLOCK_M * BLOCK_N)
+                left = tl.where(owed >= 0, BLOCK_M * BLOCK_N, 0)
 {% endif %}
 {% if TMA %}
-            product = matmul_tile_tma(
-                a_desc, b_desc, first_row, tile_n * BLOCK_N, K, BLOCK_M, BLOCK_N, BLOCK_K, B_ROWS, INPUT_PRECISION,
-                {{"stage, target, left, SLICE," if SLICE else ""}}
-            )
+                product = matmul_tile_tma(
+                    a_desc, b_desc, first_row, tile_n * BLOCK_N, end, BLOCK_M, BLOCK_N, BLOCK_K, B_ROWS, INPUT_PRECISION,
+                    {{"stage, target, left, SLICE, " if SLICE else ""}}begin=begin
+                )
 {% else %}
-            product = matmul_tile(
-                A, B, rows, cols, row_mask, cols < N, K,
-                {{stride("A", 0)}}, {{stride("A", 1)}}, {{stride("B", 0)}}, {{stride("B", 1)}},
-                BLOCK_M, BLOCK_N, BLOCK_K, EVEN, INPUT_PRECISION,
-                {{"stage, target, left, SLICE," if SLICE else ""}}
-            )
+                product = matmul_tile(
+                    A + tl.cast(begin, tl.int64) * {{stride("A", 1)}}, B + tl.cast(begin, tl.int64) * {{stride("B", 0)}},
+                    rows, cols, row_mask, cols < N, end - begin,
+                    {{stride("A", 0)}}, {{stride("A", 1)}}, {{stride("B", 0)}}, {{stride("B", 1)}},
+                    BLOCK_M, BLOCK_N, BLOCK_K, EVEN, INPUT_PRECISION,
+                    {{"stage, target, left, SLICE," if SLICE else ""}}
+                )
 {% endif %}
-            if owed >= 0:
-                dl.notify(flags + owed, debtor, signal=stamp, ctx=CTX)
-                owed = -1
-            index = tile * (WORLD - 1)
-            if owner != me:
-                index += (owner + WORLD - me) % WORLD - 1
-                owed = index
-                debtor = owner
+                if owed >= 0:
+                    dl.notify(flags + owed, debtor, signal=stamp, ctx=CTX)
+                    owed = -1
+                products = columns_apart(product, BLOCK_M, BLOCK_N, PIECES)
+                complete = True
+{% if SPLITS > 1 %}
+                tile_parts = scratch + split // SPLITS * (SPLITS * BLOCK_M * BLOCK_N)
+                if phase == 1:
+                    for piece in tl.static_range(PIECES):
+                        place = split % SPLITS * (BLOCK_M * BLOCK_N) + piece * (BLOCK_N // PIECES)
+                        tl.store(tile_parts + place + in_tile, products[piece])
+                    before = dl.count_stored(counts + split // SPLITS, n)
+                    complete = before == SPLITS - 1
+                    tile_parts = dl.consume_token(tile_parts, tl.minimum(before, 0))
+{% endif %}
+                if complete:
+                    index = tile * (WORLD - 1)
+                    if owner != me:
+                        index += (owner + WORLD - me) % WORLD - 1
+                        owed = index
+                        debtor = owner
 {% if SLICE %}
-                here = stage
+                        here = stage
 {% else %}
-                here = dl.symm_at(slots, owner, alignment=16, ctx=CTX) + index.to(tl.int64) * (BLOCK_M * BLOCK_N)
+                        here = dl.symm_at(slots, owner, alignment=16, ctx=CTX) + index.to(tl.int64) * (BLOCK_M * BLOCK_N)
 {% endif %}
-            else:
-                token = dl.wait_peers(flags + index, stamp, KERNEL_ID, WORLD, ctx=CTX)
-                here = dl.consume_token(slots + index.to(tl.int64) * (BLOCK_M * BLOCK_N), token)
-            parts = columns_apart(product, BLOCK_M, BLOCK_N, PIECES)
-            for piece in tl.static_range(PIECES):
-                part = parts[piece]
-                at = here + piece * (BLOCK_N // PIECES) + in_tile
-                out_n = (tile_n * BLOCK_N + piece * (BLOCK_N // PIECES) + tl.arange(0, BLOCK_N // PIECES))[None, :]
-                mask = row_mask[:, None] & (out_n < N)
-{% if BIAS_DIMS == 1 %}
-                part += tl.load(BIAS + out_n * {{stride("BIAS", 0)}}, mask=out_n < N, other=0.0).to(tl.float32)
-{% elif BIAS_DIMS == 2 %}
-                bias_offsets = rows.to(tl.int64)[:, None] * {{stride("BIAS", 0)}} + out_n * {{stride("BIAS", 1)}}
-                part += tl.load(BIAS + bias_offsets, mask=mask, other=0.0).to(tl.float32)
+                    else:
+                        token = dl.wait_peers(flags + index, stamp, KERNEL_ID, WORLD, ctx=CTX)
+                        here = dl.consume_token(slots + index.to(tl.int64) * (BLOCK_M * BLOCK_N), token)
+                    for piece in tl.static_range(PIECES):
+                        part = products[piece]
+{% if SPLITS > 1 %}
+                        if phase == 1:
+                            part = sum_of_parts(tile_parts + piece * (BLOCK_N // PIECES) + in_tile, BLOCK_M * BLOCK_N, SPLITS)
 {% endif %}
-                if owner != me:
-                    tl.store(at, part.to(DTYPE){{"" if SLICE else ", mask=mask"}})
-                else:
-                    for i in range(1, WORLD):
-                        part += tl.load(at + (WORLD - 1 - i) * (BLOCK_M * BLOCK_N), mask=mask, other=0.0).to(tl.float32)
-                    total = part * SCALE
-                    out_m = idx_m[:, None].to(INDEX_DTYPE)
-                    {{store_output(("out_m", "out_n"), "total", "mask", indent_width=20, val_shape=("BLOCK_M", "BLOCK_N // PIECES"))}}
+                        at = here + piece * (BLOCK_N // PIECES) + in_tile
+                        col = (tile_n * BLOCK_N + piece * (BLOCK_N // PIECES) + tl.arange(0, BLOCK_N // PIECES))[None, :]
+                        mask = row_mask[:, None] & (col < N)
+                        {{add_bias | indent(24)}}
+                        if owner != me:
+                            tl.store(at, part.to(DTYPE){{"" if SLICE else ", mask=mask"}})
+                        else:
+                            for i in range(1, WORLD):
+                                part += tl.load(at + (WORLD - 1 - i) * (BLOCK_M * BLOCK_N), mask=mask, other=0.0).to(tl.float32)
+                            total = part * SCALE
+                            row = idx_m[:, None].to(INDEX_DTYPE)
+                            {{store_output(("row", "col"), "total", "mask", indent_width=28, val_shape=("BLOCK_M", "BLOCK_N // PIECES"))}}
 {% if SLICE %}
-            if owner != me:
-                dl.stores_done()
-                tl.debug_barrier()  # threads load what others have stored
+                    if owner != me:
+                        dl.stores_done()
+                        tl.debug_barrier()  # threads load what others have stored
 {% endif %}
-        claim = dl.claim(ctx=CTX)
+            claim = dl.claim(ctx=CTX)
     if owed >= 0:
 {% if SLICE %}
         target = dl.symm_at(slots, debtor, alignment=16, ctx=CTX) + owed.to(tl.int64) * (BLOCK_M * BLOCK_N)
@@ -191,10 +299,12 @@ def plan(
     tile: Tile | None = None,
     small: bool | None = None,
     staged: bool | None = None,
+    splits: int | None = None,
 ) -> Plan:
     """Plan for x [m, k] @ weight [k, n] (k per rank) over `world` ranks; inner: rows of x that follow each other in a shard; tma: see
     `tma_form`; tile: another one than `choose_tile`'s, the same on all ranks; small: whether it is a plan for
-    `matmul_reduce_scatter_small` (None: by the rows); staged: whether products are staged (None: by the tiles)."""
+    `matmul_reduce_scatter_small` (None: by the rows); staged: whether products are staged (None: by the tiles); splits:
+    parts of the last tiles, given on all ranks or on none."""
     rows = m // world
     if small is None:
         small = m <= SMALL_ROWS[device.type]
@@ -221,6 +331,20 @@ def plan(
     if staged:
         programs = min(programs, STAGES)
     slots = (world - 1) * tiles
+    slot_bytes = align((slots + (STAGES if staged else 0)) * tile.m * tile.n * dtype.itemsize)
+    last = tiles - (cdiv(tiles, share) - 1) * share  # own tiles of the last round
+    tail, most = min(world * tiles % PROCESSORS, last), 0
+    if tile.m == 128 and dtype.itemsize == 2 and device.type == "cuda":
+        room = (max(3 * m * n * dtype.itemsize, 64 << 20) // 2 - slot_bytes) // (tile.m * tile.n * 4)  # in each half of the heap
+        most = max(0, min(room - 1, tail * PARTS[-1], 2 * PROCESSORS))
+        if last_in_parts(world * tiles, tail, DEEP, tile.n, most)[0] == 0:  # for no depth
+            most = 0
+    if splits is not None:
+        most = tail * splits
+    tail, parts = last_in_parts(world * tiles, tail, k, tile.n, most, PARTS if splits is None else (splits,))
+    # Where there is one round, all sends are in front of the first sum. With few of them, runs gained nothing (4096 rows of 7168x8192).
+    run = (world - 1) * tiles // PROCESSORS if tma and parts == 1 and share == tiles else 0
+    stages = run_stages(tile, dtype.itemsize) if run >= LEAST_RUN else 0
     constants = {
         **constants_of(rows, n, k, tile, world, dtype, KERNEL_ID, tma=bool(tma)),
         "GROUP_M": 8,
@@ -229,18 +353,25 @@ def plan(
         "S": share,
         "SLICE": slice_of(tile, k) if staged else 0,
         "PIECES": pieces_of(tile),
+        "RUN": run,
+        "RUNS": PROCESSORS if stages else 0,
         "STAGED": slots * tile.m * tile.n,
+        "SPLITS": parts,
+        "TAIL": tail,
+        "PART_K": cdiv(cdiv(k, parts), tile.k) * tile.k,
+        "SCRATCH": slot_bytes // 4,
         "BIAS_DIMS": bias_dims,
         "SCALE": scale_of(reduce_op, world),
     }
     return Plan(
         kernel=NAME,
-        nbytes=align((slots + (STAGES if staged else 0)) * tile.m * tile.n * dtype.itemsize),
-        nflags=slots,
+        # Parts of K are each rank's own business, since K can be sharded unevenly: there is room for them on all ranks.
+        nbytes=slot_bytes + align(most * tile.m * tile.n * 4),
+        nflags=slots + (PROCESSORS if most else 0),
         programs=programs,
         constants=constants,
         num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
+        num_stages=stages or tile.num_stages,
         signature=f"{NAME}(x [{m}, *], weight [*, {n}], {dtype}, {reduce_op}, inner={inner})",  # k can be sharded unevenly
     )
 
@@ -261,6 +392,7 @@ def run(
     tile: Tile | None = None,
     small: bool | None = None,
     staged: bool | None = None,
+    splits: int | None = None,
 ) -> torch.Tensor:
     """Eager launch. x [M, K], weight [K, N], bias [N] or [M, N] or None; returns the rows of this rank, [M / world, N]."""
     (m, k), n = x.shape, weight.shape[1]
@@ -278,6 +410,7 @@ def run(
         tile=tile,
         small=small,
         staged=staged,
+        splits=splits,
     )
     out = x.new_empty((m // world, n))
     tensors = {"A": x, "B": weight, "OUT": out}

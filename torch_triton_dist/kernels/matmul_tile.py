@@ -74,6 +74,17 @@ def matmul_tile(
 
 
 @triton.jit
+def matmul_step_tma(a, b, acc, row, col, k, B_ROWS: tl.constexpr, INPUT_PRECISION: tl.constexpr):
+    """acc + A[row : row + BLOCK_M, k : k + BLOCK_K] @ B[k : k + BLOCK_K, col : col + BLOCK_N]; see `matmul_tile_tma`."""
+    a_tile = a.load([row, k])
+    if B_ROWS:
+        b_tile = b.load([k, col])
+    else:
+        b_tile = b.load([col, k]).T
+    return tl.dot(a_tile, b_tile, acc, input_precision=INPUT_PRECISION)
+
+
+@triton.jit
 def matmul_tile_tma(
     a,
     b,
@@ -106,18 +117,13 @@ def matmul_tile_tma(
         lane = tl.arange(0, SLICE)
         piece = tl.load(source + lane, mask=lane < left, cache_modifier=".cg")
     for k in range(begin, K, BLOCK_K):
-        a_tile = a.load([row, k])
-        if B_ROWS:
-            b_tile = b.load([k, col])
-        else:
-            b_tile = b.load([col, k]).T
-        acc = tl.dot(a_tile, b_tile, acc, input_precision=INPUT_PRECISION)
+        acc = matmul_step_tma(a, b, acc, row, col, k, B_ROWS, INPUT_PRECISION)
         if SLICE:
-            at = k // BLOCK_K * SLICE
+            at = (k - begin) // BLOCK_K * SLICE
             tl.store(target + at + lane, piece, mask=lane < left - at)
             piece = tl.load(source + at + SLICE + lane, mask=lane < left - at - SLICE, cache_modifier=".cg")
     if SLICE:
-        copy(source, target, tl.cdiv(K, BLOCK_K) * SLICE, left, SLICE)
+        copy(source, target, tl.cdiv(tl.maximum(K - begin, 0), BLOCK_K) * SLICE, left, SLICE)
     return acc
 
 
@@ -131,6 +137,16 @@ def columns_apart(tile, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PIECES: tl
     else:
         left, right = tl.split(tl.permute(tl.reshape(tile, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1)))
         return columns_apart(left, BLOCK_M, BLOCK_N // 2, PIECES // 2) + columns_apart(right, BLOCK_M, BLOCK_N // 2, PIECES // 2)
+
+
+@triton.jit
+def sum_of_parts(parts, size: tl.constexpr, SPLITS: tl.constexpr):
+    """Sum of SPLITS blocks of fp32, at the addresses `parts` and each `size` elements further, in this order: the same bits from run to
+    run."""
+    total = tl.load(parts)
+    for one in range(1, SPLITS):
+        total += tl.load(parts + one * size)
+    return total
 
 
 @triton.jit

@@ -34,6 +34,16 @@ def reduce_scatter_step(claim, rounds, S: tl.constexpr, WORLD: tl.constexpr):
 
 
 @triton.jit
+def rows_of(idx, owner, R, INNER: tl.constexpr, WORLD: tl.constexpr):
+    """Rows of x that are rows `idx` of the R rows of rank `owner`; INNER: rows of x that follow each other in a shard, 0 for all R."""
+    if INNER:
+        rows = (idx // INNER * WORLD + owner) * INNER + idx % INNER
+    else:
+        rows = owner * R + idx
+    return rows
+
+
+@triton.jit
 def all_reduce_step(claim, rounds, S: tl.constexpr, WORLD: tl.constexpr):
     """(round, place, whether to copy) of a claim 0 .. rounds * (2 * WORLD - 1) * S - 1, in the order: send 0; send 1, sum 0; then
     send g, sum g-1, copy g-2 for every round g; sum, copy, copy of what is left.

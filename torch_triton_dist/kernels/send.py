@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 
 from .. import language as dl
+from .copies import arrival, part_flag
+from .matmul_tile import swizzle
 
 
 @triton.jit
@@ -73,3 +75,46 @@ def copy_group(source, target, present, group, K, STEP_K: tl.constexpr, GROUP_K:
         cols = group * GROUP_K + start + tl.arange(0, STEP_K)[None, :]
         moved = present & (cols < end)
         tl.store(target + cols, tl.load(source + cols, mask=moved), mask=moved)
+
+
+@triton.jit
+def place_of(
+    tile,
+    part,
+    me,
+    blocks,
+    tiles_m,
+    tiles_n,
+    flags,
+    GROUPS: tl.constexpr,
+    COPIED: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    PEERS: tl.constexpr,
+    WORLD: tl.constexpr,
+):
+    """(rank whose rows it has, row and column in the tiles of that rank, address of the flags of its row block) of a tile of the own rows
+    (part 0) or of those of others (part 1, `blocks` row blocks), which go in the order in which their rows arrive."""
+    row_tile, tile_n = swizzle(tile, blocks, tiles_n, GROUP_M)
+    if COPIED:
+        source = me
+        tile_m = row_tile
+        if part == 1:
+            peer, tile_m = arrival(row_tile, tiles_m, PEERS)
+            source = (me + 1 + peer) % WORLD
+        flag = part_flag(flags, source, tile_m, tiles_m)
+    else:
+        source = (me + part * (1 + row_tile % PEERS)) % WORLD
+        tile_m = row_tile // (1 + part * (PEERS - 1))
+        flag = flags + (source * tiles_m + tile_m) * GROUPS
+    return source, tile_m, tile_n, flag
+
+
+@triton.jit
+def arrived_row(flag, part, source, R, row, stamp, KERNEL_ID: tl.constexpr, CTX):
+    """Row `row` of rank `source` as an index into the own rows (part 0) or the slots (part 1), for loads through the async proxy: behind
+    the wait for the rows."""
+    token = tl.full((), 0, tl.int64)
+    if part == 1:
+        token = dl.wait_stamp(flag, stamp, KERNEL_ID, source, ctx=CTX)
+    token += dl.fence_async()
+    return dl.consume_token(part * source * R + row, token.to(tl.int32))

@@ -24,9 +24,10 @@ IMPORTS = """\
 from torch_triton_dist import language as dl
 from torch_triton_dist.language import blank
 from torch_triton_dist.kernels.copies import arrival, part_flag
-from torch_triton_dist.kernels.matmul_tile import columns_apart, copy, descriptor_of_b, matmul_tile, matmul_tile_tma, swizzle
-from torch_triton_dist.kernels.rounds import all_reduce_step, pay, reduce_scatter_step
-from torch_triton_dist.kernels.send import copy_group, send_rows
+from torch_triton_dist.kernels.matmul_tile import columns_apart, copy, descriptor_of_b, matmul_step_tma, matmul_tile, matmul_tile_tma
+from torch_triton_dist.kernels.matmul_tile import sum_of_parts, swizzle
+from torch_triton_dist.kernels.rounds import all_reduce_step, pay, reduce_scatter_step, rows_of
+from torch_triton_dist.kernels.send import arrived_row, copy_group, place_of, send_rows
 """
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

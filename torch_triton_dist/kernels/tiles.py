@@ -15,6 +15,7 @@ import torch
 PROCESSORS = 132  # of a large GPU; not the number here, because what follows from it has to be the same on all ranks
 STAGE_BYTES = 200 << 10  # of shared memory that a program takes for operands, at most
 STAGES = 192  # programs that stage what they send, at most
+EPILOGUE_BYTES = 64 << 10  # of shared memory that a loop over the steps of several tiles leaves to what stores them
 TMA_ROWS = 64  # rows of a tile from which on making descriptors, some 2 us a program, pays
 FEW_TMA_ROWS = 128  # the same where a program has one tile
 TMA_BYTES = 16  # alignment of addresses and strides that the tensor memory accelerator asks for
@@ -97,10 +98,22 @@ def fitting(tile: Tile, itemsize: int) -> Tile:
 
 @functools.cache
 def shared_bytes() -> int:
-    """Shared memory that a program may take for its operands. Where no GPU is present, that of Hopper; on AMD Triton makes it fit."""
+    """Shared memory that a program may take for its operands. On AMD Triton makes it fit."""
+    return min(STAGE_BYTES, _shared_bytes_of_program() - (2 << 10))
+
+
+def _shared_bytes_of_program() -> int:
+    """Shared memory of a program, at most. Where no GPU is present, that of Hopper."""
     if torch.version.hip is not None or not torch.cuda.is_available():
-        return STAGE_BYTES
-    return min(STAGE_BYTES, torch.cuda.get_device_properties(None).shared_memory_per_block_optin - (2 << 10))
+        return 227 << 10
+    return torch.cuda.get_device_properties(None).shared_memory_per_block_optin
+
+
+def run_stages(tile: Tile, itemsize: int) -> int:
+    """Stages of a loop over the steps of several tiles, in which the operands of one and the epilogue of another are in shared memory at
+    the same time; 0 where there is no room for two."""
+    stages = (_shared_bytes_of_program() - EPILOGUE_BYTES) // (itemsize * tile.k * (tile.m + tile.n))
+    return min(stages, tile.num_stages) if stages >= 2 else 0
 
 
 def wide_tile_pays(m: int, n: int) -> bool:

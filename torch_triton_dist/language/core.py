@@ -425,10 +425,23 @@ def stores_done(_semantic=None):
     return _semantic.to_tensor(0)
 
 
+@core.extern
+def block_barrier(_semantic=None):
+    """A barrier of the threads of a program, as `tl.debug_barrier`, with which Triton pipelines no loop. This one it does not see: the loop
+    must not prefetch, for a dot, what threads store in front of the barrier. Returns 0, int32."""
+    if _semantic.builder.options.backend_name != "cuda":
+        _semantic.debug_barrier()
+        return _semantic.to_tensor(0)
+    text = "bar.sync 0; mov.u32 $0, 0;"
+    return core.inline_asm_elementwise(text, "=r,~{memory}", [], dtype=core.int32, is_pure=False, pack=1, _semantic=_semantic)
+
+
 @triton.jit
-def notify(ptr, rank, signal=1, sig_op: tl.constexpr = SET, comm_scope: tl.constexpr = INTER_NODE, ctx=None):
+def notify(
+    ptr, rank, signal=1, sig_op: tl.constexpr = SET, comm_scope: tl.constexpr = INTER_NODE, ctx=None, pipelined: tl.constexpr = False
+):
     """Raises the flag `ptr` (int64, an address of the own heap) in the heap of `rank`, after everything this program stored before is
-    visible there. `sig_op`: "set" stores `signal`, "add" adds it.
+    visible there. `sig_op`: "set" stores `signal`, "add" adds it. pipelined: in a loop that Triton is to pipeline, see `block_barrier`.
 
     comm_scope: how far `rank` may be: "gpu", "intra_node" or "inter_node". With a context all ranks are on one host, and it makes no
     difference. With a device library, "inter_node" is a signal of the library, the others are a store to the address of the peer."""
@@ -443,7 +456,10 @@ def notify(ptr, rank, signal=1, sig_op: tl.constexpr = SET, comm_scope: tl.const
     else:
         flag = symm_at(word, rank, ctx=ctx)
         stores_done()
-        tl.debug_barrier()  # the stores of all threads, see NOTE [order of data and flags]
+        if pipelined:
+            block_barrier()
+        else:
+            tl.debug_barrier()  # the stores of all threads, see NOTE [order of data and flags]
         if sig_op == "set":
             tl.atomic_xchg(flag, signal, sem="release", scope="sys")
         else:

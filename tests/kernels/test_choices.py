@@ -137,16 +137,17 @@ def test_parts_of_a_reduce_scatter(m, k, n, world, last):
 
 
 def test_runs_leave_room_for_what_stores_tiles():
-    """In the shared memory of Hopper two or three stages of a wide tile beside its epilogue; on a GPU with less, no runs."""
-    form = {"inner": 2048, "has_bias": False, "gather": False, "device": DEVICES[1], "replayed": True, "tma": "rows"}
+    """In the shared memory of Hopper three stages of a wide tile beside its epilogue; on a GPU with less, no runs."""
+    form = {"has_bias": False, "gather": False, "device": DEVICES[1], "replayed": True, "tma": "rows"}
 
-    def runs():
-        plan = ag_mm.plan(2048, 7168, 8192, 4, torch.bfloat16, **form)
+    def runs(rows):
+        plan = ag_mm.plan(rows, 7168, 8192, 4, torch.bfloat16, inner=rows, **form)
         return plan.constants["RUNS"], plan.num_stages
 
-    assert runs() == (132, 3)
+    assert runs(2048) == (132, 3)
+    assert runs(1024) == (0, 4)  # seven tiles of a processor
     with mock.patch.object(tile_shapes, "_shared_bytes_of_program", return_value=99 << 10):
-        assert runs()[0] == 0
+        assert runs(2048)[0] == 0
 
 
 @pytest.mark.parametrize(

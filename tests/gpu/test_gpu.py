@@ -100,6 +100,17 @@ def test_ops_are_as_exact_as_unfused(gpu_ranks, dtype):
             assert error <= 1.05 * unfused + order, (name, m, error, unfused)
 
 
+def _rows_of_launch(launch, rank, rows):
+    """x [rows, 256] of a launch, the same on all ranks: integers small enough to be exact in bf16 partial products. One rank in seven
+    launches is slow."""
+    device = rank_device()
+    generator = torch.Generator(device=device).manual_seed(launch)
+    x = torch.randn(rows, 256, device=device, dtype=torch.bfloat16, generator=generator)
+    if launch % 7 == rank:
+        torch.cuda._sleep(200_000)
+    return (x * 2).round().clamp(-2, 2)
+
+
 def _changing_inputs(rank, world, launches):
     """One slow rank, poisoned outputs: every launch is checked."""
     import torch_triton_dist.ops  # noqa: F401
@@ -110,12 +121,7 @@ def _changing_inputs(rank, world, launches):
     weight = torch.randn(256, 512, device=device, dtype=torch.bfloat16)
     bad = torch.zeros((), device=device)
     for launch in range(launches):
-        generator = torch.Generator(device=device).manual_seed(launch)
-        whole = torch.randn(world * 16, 256, device=device, dtype=torch.bfloat16, generator=generator)
-        if launch % 7 == rank:
-            torch.cuda._sleep(200_000)
-        # integers small enough to be exact in bf16 partial products
-        whole = (whole * 2).round().clamp(-2, 2)
+        whole = _rows_of_launch(launch, rank, world * 16)
         rounded = weight.sign()
         exact = (whole.float() @ rounded.float())
         (got,), _ = ops.all_gather_matmul(whole.chunk(world)[rank], [rounded], 0, name, bias=[])
@@ -158,11 +164,7 @@ def _changing_inputs_in_runs(rank, world, launches):
         mock.patch.object(matmul_reduce_scatter, "share_of_round", lambda tiles, world, size: tiles),
     ):
         for launch in range(launches):
-            generator = torch.Generator(device=device).manual_seed(launch)
-            whole = torch.randn(world * 512, 256, device=device, dtype=torch.bfloat16, generator=generator)
-            if launch % 7 == rank:
-                torch.cuda._sleep(200_000)
-            whole = (whole * 2).round().clamp(-2, 2)
+            whole = _rows_of_launch(launch, rank, world * 512)
             exact = (whole.float() @ weight.float()).bfloat16()
             for copied in (False, True):
                 got, _ = all_gather_matmul.run(whole.chunk(world)[rank], weight, 512, name, world, None, False, groups=1, copied=copied)

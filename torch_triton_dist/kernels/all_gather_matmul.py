@@ -52,10 +52,10 @@ from collections.abc import Sequence
 import torch
 
 from .. import config
-from ..runtime.layout import ALIGNMENT, WORD, landing_bytes, landing_header
+from ..runtime.layout import WORD, landing_bytes, landing_header
 from . import all_gather_matmul_small
 from .forecast import MANY, PARTS, copied_us, grouped_us
-from .template import Plan, align, cdiv, constants_of, grid_programs, launch
+from .template import Plan, align, cdiv, constants_of, grid_programs, launch, scratch_bytes
 from .tiles import (
     PROCESSORS,
     TMA_ROWS,
@@ -84,7 +84,6 @@ GROUP_DEPTH = 512  # columns of a group, at least
 LOOKS = 64  # looks at a flag before a program that should multiply helps to send
 STEP = 1 << 14  # elements that a program loads, then stores, when it sends
 RUN_ROUNDS = 8  # tiles of a processor from which on they are multiplied in runs
-PARTS_BYTES = 2 * PROCESSORS * 128 * 256 * 4  # of all parts of tiles, at most
 # From so many bytes that a rank sends on, copy engines do it: to enter, and to begin behind that, takes some 15 us. Where it was measured.
 COPIED_BYTES = 16 << 20
 COPIED_WORLDS = (2, 4)
@@ -197,19 +196,16 @@ SOURCE = r"""
                 source, tile_m, tile_n, flag = place_of(
                     tile, part, me, blocks, tiles_m, tiles_n, flags, GROUPS, COPIED, GROUP_M, PEERS, WORLD
                 )
-                rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
                 token = tl.full((), 0, tl.int64)
 {% if GROUPS == 1 %}
                 if part == 1:
                     token = dl.wait_stamp(flag, stamp, KERNEL_ID, source, ctx=CTX)
+                stop = end
 {% else %}
                 # One step over all columns if they are there, else one a group, as soon as it has arrived.
                 missing = tl.full((), 0, tl.int64)
                 if part == 1:
                     missing, token = dl.look(flag, stamp, GROUPS)
-{% endif %}
-                stop = end
-{% if GROUPS > 1 %}
                 acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
                 while begin < end:
                     stop = end
@@ -232,6 +228,7 @@ SOURCE = r"""
                     begin=begin, acc={{"None" if GROUPS == 1 else "acc"}},
                 )
 {% else %}
+                rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
                 cols = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
                 shard = A.to(tl.int64)
                 if part == 1:
@@ -330,12 +327,6 @@ def keeps_gathered(widths: list[int], return_gathered: bool) -> bool:
     return return_gathered or len(widths) > 1 or max(widths) == 0
 
 
-def _scratch_bytes(gathered: int, taken: int) -> int:
-    """Room for parts of tiles in each half of the heap, bytes: as much as leaves the symmetric memory below three times the gathered tensor
-    (`gathered` bytes) or 64 MiB. taken: bytes of it that hold rows."""
-    return max(0, min(PARTS_BYTES, (max(3 * gathered, 64 << 20) - taken) // 2 - (1 << 16))) // ALIGNMENT * ALIGNMENT
-
-
 def _tile_and_parts(
     rows: int, n: int, k: int, world: int, groups: int, tiles: Sequence[Tile], splits: int | None, scratch: int
 ) -> tuple[Tile, int, int]:
@@ -419,7 +410,7 @@ def plan(
     landing = landing_bytes(world, gathered // world) if copied else 0
     scratch = 0
     if splits is not None or (groups > 1 and device.type == "cuda" and dtype.itemsize == 2):
-        scratch = _scratch_bytes(gathered, 2 * slot_bytes + landing)
+        scratch = scratch_bytes(gathered, 2 * slot_bytes + landing)
     tile, tail, splits = _tile_and_parts(rows, n, k, world, groups, possible, splits, 0 if many else scratch)
     tma = tma if tile.m >= TMA_ROWS else ""
     tiles_m, tiles_n = cdiv(rows, tile.m), cdiv(n, tile.n)

@@ -46,7 +46,7 @@ import torch
 
 from . import matmul_reduce_scatter_small
 from .forecast import PARTS, last_in_parts
-from .template import Plan, align, cdiv, constants_of, grid_programs, launch, scale_of
+from .template import Plan, align, cdiv, constants_of, grid_programs, launch, scale_of, scratch_bytes
 from .tiles import (
     PROCESSORS,
     STAGES,
@@ -335,8 +335,7 @@ def plan(
     last = tiles - (cdiv(tiles, share) - 1) * share  # own tiles of the last round
     tail, most = min(world * tiles % PROCESSORS, last), 0
     if tile.m == 128 and dtype.itemsize == 2 and device.type == "cuda":
-        room = (max(3 * m * n * dtype.itemsize, 64 << 20) // 2 - slot_bytes) // (tile.m * tile.n * 4)  # in each half of the heap
-        most = max(0, min(room - 1, tail * PARTS[-1], 2 * PROCESSORS))
+        most = min(scratch_bytes(m * n * dtype.itemsize, 2 * slot_bytes) // (tile.m * tile.n * 4), tail * PARTS[-1], 2 * PROCESSORS)
         if last_in_parts(world * tiles, tail, DEEP, tile.n, most)[0] == 0:  # for no depth
             most = 0
     if splits is not None:

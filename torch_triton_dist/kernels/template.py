@@ -17,7 +17,7 @@ import jinja2
 import torch
 
 from ..runtime.layout import ALIGNMENT, Needs, signature_code
-from .tiles import Tile
+from .tiles import PROCESSORS, Tile
 
 # What a rendered source needs at its top, in Inductor's module and in ours.
 IMPORTS = """\
@@ -80,6 +80,14 @@ def cdiv(a: int, b: int) -> int:
 def align(nbytes: int) -> int:
     """Next multiple of the heap's alignment."""
     return cdiv(nbytes, ALIGNMENT) * ALIGNMENT
+
+
+def scratch_bytes(tensor: int, taken: int) -> int:
+    """Room for parts of tiles in each half of the heap, bytes: as much as leaves the symmetric memory below three times the gathered or
+    scattered tensor (`tensor` bytes) or 64 MiB, and holds two parts of 128 x 256 for each processor, at most. taken: bytes of the memory
+    that hold rows or products."""
+    room = (max(3 * tensor, 64 << 20) - taken) // 2 - (1 << 16)  # the flags have room, too
+    return max(0, min(2 * PROCESSORS * 128 * 256 * 4, room)) // ALIGNMENT * ALIGNMENT
 
 
 def grid_programs(tiles: int, device_type: str, index: int | None = None) -> int:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 import triton
@@ -46,6 +48,34 @@ def test_reduction_of_three_dimensions():
     _reduce_all[(1,)](x, out, 4, 8, 16)
     expected = torch.cat([x.double().sum(1).flatten(), x.double().sum()[None], x.double().max()[None]])
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@triton.jit
+def _larger(a, b):
+    if a > b:  # a branch: this reduction goes element by element
+        return a
+    else:
+        return b
+
+
+@triton.jit
+def _softmax(x_ptr, out_ptr, columns, BLOCK: tl.constexpr, BRANCH: tl.constexpr):
+    column = tl.arange(0, BLOCK)
+    for row in range(2):
+        x = tl.load(x_ptr + row * columns + column, mask=column < columns, other=-float("inf"))
+        largest = tl.reduce(x, 0, _larger) if BRANCH else tl.max(x, 0)
+        weight = tl.exp(x - largest)
+        tl.store(out_ptr + row * columns + column, weight / tl.sum(weight, 0), mask=column < columns)
+
+
+@pytest.mark.parametrize("branch", [False, True])
+@pytest.mark.parametrize("columns", [1, 7, 64, 1000])
+def test_what_is_reduced_is_computed_by_the_loop_that_reduces_it(columns, branch):
+    x, out = torch.randn(2, columns), torch.empty(2, columns)
+    kernel = _softmax[(1,)](x, out, columns, triton.next_power_of_2(columns), branch)
+    torch.testing.assert_close(out, torch.softmax(x, 1), rtol=1e-5, atol=1e-6)
+    if columns == 1000:  # load and largest, weight and sum, quotient: a loop each
+        assert len(re.findall(r"^loop\d+:", kernel.asm["llir"], re.MULTILINE)) == 3
 
 
 @triton.jit

@@ -75,15 +75,17 @@ def op_cost(op: Op) -> int:
 class Facts:
     """``uses``: uses of each SSA value. ``address``: values that only index memory, where signed overflow may be assumed absent
     (which lets the C++ compiler see contiguous accesses). ``shared``: lazy values worth computing once into a buffer, because
-    several loops would otherwise compute them again. ``streams``: results of loads that only one later store uses, mapped to that
-    store's line: they can be loaded in its loop. ``fed``: results of loads that only one later dot uses: it loads them itself, into
-    the form it needs."""
+    several loops would otherwise compute them again. ``reduced``: those of them, and results of loads, that a reduction uses
+    first: its loop computes them and fills the buffer. ``streams``: results of loads that only one later store uses, mapped to
+    that store's line: they can be loaded in its loop. ``fed``: results of loads that only one later dot uses: it loads them
+    itself, into the form it needs."""
 
     uses: Counter[str] = field(default_factory=Counter)
     streams: dict[str, int] = field(default_factory=dict)
     fed: set[str] = field(default_factory=set)
     address: set[str] = field(default_factory=set)
     shared: set[str] = field(default_factory=set)
+    reduced: set[str] = field(default_factory=set)
 
 
 def analyse(function: Function) -> Facts:
@@ -94,11 +96,34 @@ def analyse(function: Function) -> Facts:
     _collect(function.body, 0, facts, depth, users, order)
     _address_slice(function, facts)
     _shared(facts, depth, users, order)
+    _reduced(function.body, facts, users)
     _streams(function.body, facts, users)
     return facts
 
 
 _EFFECTS = ("tt.store", "tt.atomic", "tt.call", "tt.print", "tt.assert", "ttg.", "gpu.", "scf.", "cf.")
+
+
+def _reduced(region: Region, facts: Facts, users: dict[str, list[tuple[Op, int]]]) -> None:
+    for block in region.blocks:
+        places = {id(op): position for position, op in enumerate(block.ops)}
+        for position, op in enumerate(block.ops):
+            for nested in op.regions:
+                _reduced(nested, facts, users)
+            if len(op.results) != 1 or not op.outs or len(op.outs[0].dims) != 1 or not users[op.results[0]]:
+                continue
+            if op.results[0] not in facts.shared and (op.name != "tt.load" or op.flag("isVolatile")):
+                continue
+            first = min((user for user, _ in users[op.results[0]]), key=lambda user: places.get(id(user), len(block.ops)))
+            if first.name != "tt.reduce" or first.operands != op.results or id(first) not in places:
+                continue
+            if _undisturbed(block.ops[position + 1 : places[id(first)]]):
+                facts.reduced.add(op.results[0])
+
+
+def _undisturbed(ops: list[Op]) -> bool:
+    """Whether a load behind these operations finds what it finds before them."""
+    return not any(op.regions or op.name.startswith(_EFFECTS) for op in ops)
 
 
 def _streams(region: Region, facts: Facts, users: dict[str, list[tuple[Op, int]]]) -> None:
@@ -112,8 +137,7 @@ def _streams(region: Region, facts: Facts, users: dict[str, list[tuple[Op, int]]
             user = _only_store(op, places, users) if len(op.outs[0].dims) == 1 else _only_dot(op, places, users)
             if user is None:
                 continue
-            between = block.ops[position + 1 : places[id(user)]]
-            if any(other.regions or other.name.startswith(_EFFECTS) for other in between):
+            if not _undisturbed(block.ops[position + 1 : places[id(user)]]):
                 continue
             if user.name == "tt.store":
                 facts.streams[op.results[0]] = user.line

@@ -416,9 +416,10 @@ class Builder:
     def prefetch(self, pointer: Lane, step: Lane) -> None:
         """Fetch what lies ``step`` bytes behind a contiguous access into the cache."""
         if pointer.n and pointer.base is not None and pointer.contiguous:
-            ahead = self.addptr(pointer.base, step, 1)
             self.declares.add("declare void @llvm.prefetch.p0(ptr, i32, i32, i32)")
-            self.emit(f"call void @llvm.prefetch.p0(ptr {ahead.s}, i32 0, i32 2, i32 1)")
+            for line in range(0, pointer.n * pointer.contiguous, 64):
+                ahead = self.addptr(pointer.base, self.add(step, constant("i64", line)), 1)
+                self.emit(f"call void @llvm.prefetch.p0(ptr {ahead.s}, i32 0, i32 2, i32 1)")
 
     def load(self, ty: str, pointer: Lane, mask: Lane | None = None, other: Lane | None = None, volatile: bool = False) -> Lane:
         """Load elements. Addresses that ``mask`` excludes are not touched; they yield ``other`` (default 0)."""

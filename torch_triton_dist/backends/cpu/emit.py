@@ -353,7 +353,7 @@ class FunctionEmitter:
 
     def bind(self, op: Op, *values: Value) -> None:
         for name, value in zip(op.results, values, strict=True):
-            if name in self.facts.shared and value.scalar is None:
+            if name in self.facts.shared and name not in self.facts.reduced and value.scalar is None:
                 value = self.materialise(value)
                 if name in self.facts.address and len(value.type.dims) == 1 and not self.hoist:
                     self.watch_contiguity(value)
@@ -389,7 +389,7 @@ class FunctionEmitter:
 
     def twice(self, kind: Type, pointer: Value | None, loops: Callable[[], None]) -> None:
         """Loops of a memory access: twice if some of the addresses are only known at run time to be contiguous."""
-        watched = self._watched(kind, pointer) if pointer is not None else []
+        watched = self.watched(kind, pointer) if pointer is not None else []
         if not watched:
             loops()
             return
@@ -403,7 +403,7 @@ class FunctionEmitter:
         with self.b.when(self.b.logical_not(flag)):
             loops()
 
-    def _watched(self, kind: Type, pointer: Value) -> list[str]:
+    def watched(self, kind: Type, pointer: Value) -> list[str]:
         """Index vectors that vary along the innermost loop of an access."""
         if not any(name in self.contiguous for name, _ in pointer.deps):
             return []
@@ -436,7 +436,7 @@ class FunctionEmitter:
 
     def is_transposed(self, kind: Type, pointer: Value) -> bool:
         """Whether the addresses of an access to a matrix are known to be consecutive along its first axis only."""
-        if len(kind.dims) != 2 or min(kind.dims) < 8 or self._watched(kind, pointer) or self.is_contiguous(kind, pointer):
+        if len(kind.dims) != 2 or min(kind.dims) < 8 or self.watched(kind, pointer) or self.is_contiguous(kind, pointer):
             return False
         lanes = self.b.affine(constant("i64", 0), constant("i64", 1), min(self.lanes, kind.dims[0]))
         with self.trial(), self.b.scope():

@@ -53,6 +53,8 @@ def load(e: FunctionEmitter, op: Op) -> None:
         result = Value(kind, at=value)
         result.pointer = operands[0]
         e.bind(op, result)
+    elif op.results[0] in e.facts.reduced and not e.watched(kind, operands[0]):
+        e.bind(op, Value(kind, at=value))  # the reduction loads it, and keeps it
     else:
         e.bind(op, e.compute(kind, value, pointer=operands[0]))
 

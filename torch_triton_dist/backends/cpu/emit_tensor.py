@@ -199,10 +199,16 @@ def reduce(e: FunctionEmitter, op: Op) -> None:
     targets = [e.buffer(kind) for kind in kinds] if rest else []
     vectors = vectorisable(region)
     scalars: list[Lane] = []
+    wanted = op.operands[0] in e.facts.reduced and e.facts.uses[op.operands[0]] > 1 and sources[0].scalar is None
+    kept = e.buffer(sources[0].type) if wanted else None
 
     def at(index: Index, position: Lane) -> list[Lane]:
         full = index.of(dims, [*index.items[:axis], position, *index.items[axis:]])
-        return [e.element(source, full) for source in sources]
+        lanes = [e.element(source, full) for source in sources]
+        if kept is not None:  # others want these elements, too
+            assert kept.buf is not None
+            e.poke(kept.type, kept.buf, full, lanes[0])
+        return lanes
 
     def done(index: Index, lanes: list[Lane]) -> None:
         scalars[:] = lanes
@@ -229,6 +235,8 @@ def reduce(e: FunctionEmitter, op: Op) -> None:
             low, high = ([b.shuffle(lane, [*range(start, start + width)]) for lane in result] for start in (0, width))
             result = _combine(e, region, low, high)
         done(index, [b.extract(lane, 0) for lane in result] if along else result)
+    if kept is not None:
+        e.env[op.operands[0]] = kept
     if rest:
         e.bind(op, *targets)
     else:

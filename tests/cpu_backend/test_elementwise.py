@@ -189,3 +189,47 @@ def test_division_of_scalars(dtype):
         if b != 0 and (a, b) != (info.min, -1):
             expected = abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
             assert (quotient, rest) == (expected, a - expected * b), (a, b)
+
+
+@triton.jit
+def _cast(x_ptr, y_ptr, N: tl.constexpr, ROUNDING: tl.constexpr):
+    i = tl.arange(0, N)
+    x = tl.load(x_ptr + i)
+    y = x.to(y_ptr.dtype.element_ty, fp_downcast_rounding=ROUNDING)
+    tl.store(y_ptr + i, y)
+
+
+@pytest.mark.parametrize("source", [torch.float32, torch.float64])
+def test_fp8_is_rounded_once(source):
+    """1.37499 lies below the middle of 1.25 and 1.5; rounded to fp16 first, it lies in the middle."""
+    bits = torch.randint(-(1 << 31), 1 << 31, (8192,), generator=torch.Generator().manual_seed(0)).to(torch.int32)
+    x = torch.cat([torch.tensor([1.37499, -1.37499, 1.375, 61439.9, 61440.0, 0.0]), torch.randn(2042), bits.view(torch.float32)[:6144]])
+    y = torch.empty(8192, dtype=torch.float8_e5m2)
+    _cast[(1,)](x.to(source), y, 8192, None)
+    expected = x.to(torch.float8_e5m2).float()
+    assert torch.equal(torch.nan_to_num(y.float(), nan=1e9), torch.nan_to_num(expected, nan=1e9))
+
+
+def test_rounding_towards_zero():
+    x = torch.cat([torch.randn(2000) * 10, torch.tensor([70000.0, -70000.0, float("inf"), 1e-8, -1e-8]), torch.rand(43) * 1e-6])
+    y = torch.empty(2048, dtype=torch.float16)
+    _cast[(1,)](x, y, 2048, "rtz")
+    nearest = x.half()
+    away = nearest.double().abs() > x.double().abs()  # a step back has bits that are 1 less
+    expected = torch.where(away, nearest.view(torch.int16) - 1, nearest.view(torch.int16)).view(torch.float16)
+    assert torch.equal(y, expected)
+
+
+@triton.jit
+def _two_widths(narrow_ptr, wide_ptr, N: tl.constexpr):
+    i = tl.arange(0, N)
+    tl.store(wide_ptr + i, i)
+    tl.store(narrow_ptr + i, i.to(tl.int16), mask=i < 7)
+
+
+@pytest.mark.parametrize("n", [2, 8, 16, 32])
+def test_index_vectors_of_two_widths(n):
+    narrow, wide = torch.zeros(n, dtype=torch.int16), torch.zeros(n, dtype=torch.int32)
+    _two_widths[(1,)](narrow, wide, n)
+    assert torch.equal(wide, torch.arange(n, dtype=torch.int32))
+    assert torch.equal(narrow, torch.where(wide < 7, wide, 0).to(torch.int16))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 from pathlib import Path
 
@@ -323,6 +324,30 @@ def test_code_of_products_is_made_ahead_or_with_the_rest(monkeypatch, ahead):
 def _cosh(x, _semantic=None):
     table = {(core.dtype("fp64"),): ("cosh", core.dtype("fp64"))}
     return core.extern_elementwise("libm", "libm.so.6", [x], table, is_pure=True, _semantic=_semantic)
+
+
+@core.extern
+def _rand(seed, _semantic=None):
+    table = {(core.dtype("int64"),): ("rand_r", core.dtype("int32"))}
+    return core.extern_elementwise("libc", "libc.so.6", [seed], table, is_pure=False, _semantic=_semantic)
+
+
+@triton.jit
+def _draw(seed, out, N: tl.constexpr, USE: tl.constexpr):
+    numbers = _rand(tl.full((N,), 0, tl.int64) + seed.to(tl.int64, bitcast=True))
+    _rand(seed.to(tl.int64, bitcast=True))
+    if USE:
+        tl.store(out + tl.arange(0, N), numbers)
+
+
+@pytest.mark.parametrize("use", [False, True])
+def test_a_function_with_effects_is_called_where_it_stands_once_for_each_element(use):
+    seed, out = torch.tensor([7], dtype=torch.int32), torch.zeros(32, dtype=torch.int32)
+    _draw[(1,)](seed, out, 32, use)
+    expected = ctypes.c_uint(7)
+    drawn = [ctypes.CDLL("libc.so.6").rand_r(ctypes.byref(expected)) for _ in range(33)]
+    assert seed.item() == ctypes.c_int(expected.value).value
+    assert not use or out.tolist() == drawn[:32]
 
 
 @core.extern

@@ -227,3 +227,29 @@ def test_loads_see_memory_before_a_store_that_overlaps(shift):
     expected[400 + shift : 600 + shift] = 2 * memory[400:600]
     _shift_in_place[(1,)](memory[400:], memory[400 + shift :], 200, BLOCK=256)
     torch.testing.assert_close(memory, expected, rtol=0, atol=0)
+
+
+@triton.jit
+def _double(x_ptr, columns, BLOCK: tl.constexpr):
+    column = tl.arange(0, BLOCK)
+    at = x_ptr + tl.program_id(0) * columns + column
+    tl.store(at, tl.load(at, mask=column < columns) * 2, mask=column < columns)
+
+
+@triton.jit
+def _one(x_ptr, y_ptr, K: tl.constexpr, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    tl.store(y_ptr + i, tl.load(x_ptr + i).to(y_ptr.dtype.element_ty), mask=i == K)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.int8, torch.int16])
+@pytest.mark.parametrize("columns", [1, 17, 33])
+def test_a_mask_that_leaves_one_lane_of_a_vector(columns, dtype):
+    """LLVM stored what the lane was truncated from, over its neighbour."""
+    x = torch.ones(4, columns, dtype=dtype)
+    _double[(4,)](x, columns, 64)  # 1 becomes a constant by itself
+    assert torch.equal(x, torch.full((4, columns), 2, dtype=dtype))
+    for place in (0, 1, 3, 15):
+        y = torch.zeros(64, dtype=dtype)
+        _one[(1,)](torch.arange(64, dtype=torch.float32) + 1, y, place, 64)
+        assert y.nonzero().flatten().tolist() == [place] and y[place] == place + 1

@@ -43,7 +43,14 @@ _ADDRESS_OPS = SHAPE_OPS | frozenset(
 def is_lazy(op: Op) -> bool:
     """Whether the result of a tensor operation is an element-wise expression rather than a buffer."""
     dialect = op.name.split(".")[0]
+    if has_effects(op):
+        return False
     return op.name in SHAPE_OPS or dialect in ("arith", "math") or op.name in _LAZY_TT
+
+
+def has_effects(op: Op) -> bool:
+    """Whether an element-wise operation does more than compute its result: an external function that says so."""
+    return op.name == "tt.extern_elementwise" and op.attrs.get("pure") == "false"
 
 
 _LAZY_TT = frozenset(
@@ -123,7 +130,7 @@ def _reduced(region: Region, facts: Facts, users: dict[str, list[tuple[Op, int]]
 
 def _undisturbed(ops: list[Op]) -> bool:
     """Whether a load behind these operations finds what it finds before them."""
-    return not any(op.regions or op.name.startswith(_EFFECTS) for op in ops)
+    return not any(op.regions or op.name.startswith(_EFFECTS) or has_effects(op) for op in ops)
 
 
 def _streams(region: Region, facts: Facts, users: dict[str, list[tuple[Op, int]]]) -> None:

@@ -157,7 +157,7 @@ class Builder:
             if lane.c is not None:
                 return "<" + ", ".join([f"{lane.ty} {lane.s}"] * n) + ">"
             return self.memoised(("splat", lane.s, n), lane.depth, lambda: self._splat(lane, n)).s
-        return self.memoised(("vector", lane.key), lane.depth, lambda: self._spread(lane)).s
+        return self.memoised(("vector", lane.ty, lane.key), lane.depth, lambda: self._spread(lane)).s
 
     def solid(self, lane: Lane, n: int = 0) -> Lane:
         """An affine lane as a true vector; a scalar as a vector of ``n`` if that is given."""

@@ -9,6 +9,7 @@ import struct
 from collections.abc import Callable
 
 from . import vmath
+from .analysis import has_effects
 from .builder import BITS, Builder, Lane, constant, vector_type
 from .emit import FunctionEmitter, Value, handles, is_float, llvm_type, size_of
 from .ttir import Op, Type
@@ -76,12 +77,12 @@ def narrow(b: Builder, x: Lane, elem: str, toward_zero: bool = False) -> Lane:
         return b.cast("fpext", x, "double")
     if x.ty == "double":
         if elem != "f32":  # rounded to odd first: rounding twice to nearest could be off
-            return narrow(b, _to_odd_float(b, x), elem, toward_zero)
+            return narrow(b, _to_odd(b, x, "float"), elem, toward_zero)
         return b.cast("fptrunc", x, "float")
     if elem == "f32":
         return x
     if elem == "f16":
-        return b.cast("fptrunc", x, "half")
+        return b.bitcast(_towards_zero(b, x, "half")[0], "half") if toward_zero else b.cast("fptrunc", x, "half")
     bits = b.bitcast(x, "i32")
     if elem == "bf16":
         if toward_zero:
@@ -90,7 +91,7 @@ def narrow(b: Builder, x: Lane, elem: str, toward_zero: bool = False) -> Lane:
         quiet = b.binary("or", b.binary("lshr", bits, constant("i32", 16)), constant("i32", 0x40))
         return b.cast("trunc", b.select(b.compare("fcmp uno", x, x), quiet, rounded), "i16")
     if elem == "f8E5M2":
-        half = b.cast("zext", b.bitcast(b.cast("fptrunc", x, "half"), "i16"), "i32")
+        half = b.cast("zext", b.bitcast(_to_odd(b, x, "half"), "i16"), "i32")
         rounded = _round_bits(b, half, 8)
         quiet = b.binary("or", b.binary("lshr", half, constant("i32", 8)), constant("i32", 2))
         return b.cast("trunc", b.select(b.compare("fcmp uno", x, x), quiet, rounded), "i8")
@@ -106,16 +107,19 @@ def _round_bits(b: Builder, bits: Lane, drop: int) -> Lane:
     return b.binary("lshr", up, constant("i32", drop))
 
 
-def _to_odd_float(b: Builder, x: Lane) -> Lane:
-    y = b.cast("fptrunc", x, "float")
-    back = b.cast("fpext", y, "double")
-    bits = b.bitcast(y, "i32")
-    # Rounded away from zero: step back. Then mark an inexact result as odd.
-    magnitude, exact = b.intrinsic("llvm.fabs", x), b.compare("fcmp ueq", back, x)
-    away = b.compare("fcmp ogt", b.intrinsic("llvm.fabs", back), magnitude)
-    towards = b.binary("sub", bits, b.cast("zext", away, "i32"))
-    odd = b.binary("or", towards, constant("i32", 1))
-    return b.bitcast(b.select(exact, bits, odd), "float")
+def _towards_zero(b: Builder, x: Lane, ty: str) -> tuple[Lane, Lane]:
+    """The bits of ``x`` rounded towards zero to a narrower type, and whether they are exact (or a NaN)."""
+    y = b.cast("fptrunc", x, ty)
+    back, integer = b.cast("fpext", y, x.ty), "i16" if ty == "half" else "i32"
+    away = b.compare("fcmp ogt", b.intrinsic("llvm.fabs", back), b.intrinsic("llvm.fabs", x))  # step back
+    return b.binary("sub", b.bitcast(y, integer), b.cast("zext", away, integer)), b.compare("fcmp ueq", back, x)
+
+
+def _to_odd(b: Builder, x: Lane, ty: str) -> Lane:
+    """``x`` rounded to a narrower type, an inexact result to the neighbour whose bits are odd: rounded again, it is as if rounded once."""
+    towards, exact = _towards_zero(b, x, ty)
+    odd = b.binary("or", towards, constant(towards.ty, 1))
+    return b.bitcast(b.select(exact, towards, odd), ty)
 
 
 def _to_e4m3(b: Builder, x: Lane, bits: Lane) -> Lane:
@@ -451,7 +455,7 @@ def float_to_int(e: FunctionEmitter, op: Op) -> None:
 def float_to_float(e: FunctionEmitter, op: Op) -> None:
     b, source, target = e.b, op.ins[0].elem, op.outs[0].elem
     toward_zero = "rtz" in op.tail or "rtz" in op.attrs.get("rounding", "") or "toward_zero" in op.tail
-    if toward_zero and target != "bf16":
+    if toward_zero and target not in ("bf16", "f16"):
         raise op.unsupported(f"rounding towards zero from {source} to {target}")
     _map(e, op, lambda x: narrow(b, widen(b, x, source), target, toward_zero))
 
@@ -571,5 +575,8 @@ def extern_elementwise(e: FunctionEmitter, op: Op) -> None:
     function, kind = _external(e, op), op.outs[0]
     if not op.operands:  # has a value of its own at each call, such as a clock
         e.bind(op, e.compute(kind, lambda index: function(), vectorise=False))
+    elif has_effects(op):  # called here, once for each element
+        args = e.args(op)
+        e.bind(op, e.compute(kind, lambda index: function(*(e.b.solid(e.element(arg, index), index.n) for arg in args))))
     else:
         _map(e, op, function, kind)

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import functools
 import hashlib
+import math
 import os
 import re
 import tempfile
@@ -132,7 +133,27 @@ def optimise(source: str, exports: dict[str, str], target: Target) -> str:
         except ValueError as error:
             raise RuntimeError(f"Triton backend cpu: internal error, LLVM rejects the emitted code ({error}):\n{source}") from None
     llvm.optimize_module(module, llvm.OPTIMIZE_O1, target.cpu, target.features, [], True)
-    return str(module)
+    return _ONE_LANE.sub(_store_one, str(module))
+
+
+_BYTES = {"i8": 1, "i16": 2, "half": 2, "i32": 4, "float": 4}
+_ONE_LANE = re.compile(
+    r"(?:tail )?call void @llvm\.masked\.store\.v(?P<n>\d+)\S+\(<\d+ x (?P<type>\w+)> (?P<value>%[\w.]+), ptr (?:align (?P<align>\d+) )?"
+    r"(?P<pointer>%[\w.]+), (?:i32 (?P<size>\d+), )?<\d+ x i1> <(?P<mask>[^>]*)>\)(?: #\d+)?"
+)
+
+
+def _store_one(match: re.Match[str]) -> str:
+    """A store of the one lane that a constant mask includes, as a store of a number: LLVM's code generator makes it one of its own, which
+    is as wide as what the lanes were truncated from (LLVM of Triton 3.7)."""
+    lanes = [lane.endswith("true") for lane in match["mask"].split(", ")]
+    if sum(lanes) != 1:
+        return match.group()
+    name, lane, kind = f"%one.{match.start()}", lanes.index(True), match["type"]
+    take = f"{name} = extractelement <{match['n']} x {kind}> {match['value']}, i64 {lane}"
+    at = f"{name}.at = getelementptr inbounds {kind}, ptr {match['pointer']}, i64 {lane}"
+    alignment = math.gcd(int(match["align"] or match["size"]), lane * _BYTES.get(kind, 8))
+    return f"{take}\n  {at}\n  store {kind} {name}, ptr {name}.at, align {alignment}"
 
 
 def complete(source: str, finished: dict[str, str]) -> str:

@@ -451,7 +451,9 @@ def sliced(tiles, size=1, rows=NO_TILE, op=""):
 
 
 @kernel_maker
-def two_shot(tiles, s=1, size=1):
+def two_shot(tiles, s=1, size=1, blanks=False):
+    """`matmul_all_reduce`. blanks: the sums are numbers that tell of their own arrival."""
+
     def kernel(p):
         rounds = -(-tiles // (p.world * s))
         reduced = rounds * s * (p.world - 1)
@@ -475,7 +477,10 @@ def two_shot(tiles, s=1, size=1):
                 if owed and ((not copying and owner != p.me) or p.keeps(PAY_BEFORE_WAIT)):
                     yield from pay()
                     owed = None
-                if copying:
+                if copying and blanks:
+                    if p.keeps(ALL_READ):
+                        yield from p.receive([(tile, owner, ("sum", tile))], size)
+                elif copying:
                     yield from p.wait([(reduced + tile, owner)])
                     yield from p.load(reduced + tile, ("sum", tile), size)
                 elif owner != p.me:
@@ -489,11 +494,15 @@ def two_shot(tiles, s=1, size=1):
                         yield from p.load(first + p.world - 1 - i, ("ar", (p.me + i) % p.world, tile), size)
                     if owed:  # only without the rule: the kernel keeps one debt
                         yield from pay()
-                    if not p.keeps(DATA_FIRST):
+                    if not p.keeps(DATA_FIRST) and not blanks:
                         yield from p.notify_all(reduced + tile)
                     for i in range(1, p.world):
-                        yield from p.store((p.me + i) % p.world, reduced + tile, ("sum", tile), size)
-                    owed = (tile, None)
+                        to = (p.me + i) % p.world
+                        if blanks:
+                            yield from p.send(to, tile, ("sum", tile), size)
+                        else:
+                            yield from p.store(to, reduced + tile, ("sum", tile), size)
+                    owed = None if blanks else (tile, None)
             claim = yield from p.claim()
         if owed and p.keeps(PAY_BEFORE_LEAVE):
             yield from pay()
@@ -533,13 +542,13 @@ def all_gather(tiles_m, chunks=1, columns=(1, 1, 1, 1), gather=False, senders=1,
             target = (p.me + p.world - i) % p.world
             yield from p.store(target, slot(p.me, group, block, chunk), ("ag", p.me, group, block, chunk))
 
-    def multiply(p, source, block, first, last):
+    def multiply(p, source, block, first, last, help):
         flags = [((source * tiles_m + block) * groups + group, source) for group in range(groups)]
         here = all(p.ranks[p.me].flags[p.half, flag] == p.stamp for flag, _ in flags)
         yield
         for group in range(first, last):
             if not here or groups == 1:
-                if groups > 1 and p.keeps(HELP_FIRST):
+                if groups > 1 and help and p.keeps(HELP_FIRST):
                     yield from send_until(p, (group + 1) * sends)
                 yield from p.wait([flags[group]])
             for chunk in range(chunks):
@@ -552,7 +561,7 @@ def all_gather(tiles_m, chunks=1, columns=(1, 1, 1, 1), gather=False, senders=1,
         def claims_of(tiles):
             return min(tiles, whole) + max(0, tiles - whole) * split
 
-        claim = 0
+        claim, all_sent = 0, not p.keeps(HELP_FIRST)
         for part in range(2):
             if p.pid < senders if part == 0 else groups == 1 and p.keeps(HELP_FIRST):
                 yield from send_until(p, groups * sends)
@@ -565,7 +574,10 @@ def all_gather(tiles_m, chunks=1, columns=(1, 1, 1, 1), gather=False, senders=1,
                     row_tile = (tile - tiles) % (tiles_m * (p.world - 1))
                     source, block = (p.me + 1 + row_tile % (p.world - 1)) % p.world, row_tile // (p.world - 1)
                     first, last = (0, groups) if piece is None else (piece, piece + 1)
-                    yield from multiply(p, source, block, first, last)
+                    if piece is not None and not all_sent:
+                        yield from send_until(p, groups * sends)
+                        all_sent = True
+                    yield from multiply(p, source, block, first, last, piece is None)
                 if piece is not None:
                     scratch = p.world * groups * sends + (tile - whole) * split
                     yield from p.store(p.me, scratch + piece, ("part", tile, piece))
@@ -574,7 +586,7 @@ def all_gather(tiles_m, chunks=1, columns=(1, 1, 1, 1), gather=False, senders=1,
                             yield from p.load(scratch + one, ("part", tile, one))
                 claim = yield from p.claim()
         done = claims_of(tiles * p.world)
-        if gather and groups > 1 and p.keeps(HELP_FIRST):
+        if (gather or split > 1) and groups > 1 and not all_sent:
             yield from send_until(p, groups * sends)
         while gather and claim < done + p.world * groups * sends:
             group, source = (claim - done) // (p.world * sends), (p.me + (claim - done) // sends) % p.world

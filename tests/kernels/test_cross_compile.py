@@ -35,7 +35,9 @@ CASES = {
     "small all_reduce": lambda: (mm_ar, (True,), _plan_ar(8, 8192, 2048, BF16, bias_dims=1)),
     "small all_reduce pieces": lambda: (mm_ar, (True,), _plan_ar(300, 1000, 200, FP16, bias_dims=2, form="small")),
     "small all_reduce fp32": lambda: (mm_ar, (False,), _plan_ar(3, 1000, 200, FP32, reduce_op="avg")),
-    "two-shot all_reduce": lambda: (mm_ar, (False,), _plan_ar(512, 8192, 2048, BF16, reduce_op="avg")),
+    "two-shot all_reduce": lambda: (mm_ar, (False,), _plan_ar(512, 8192, 2048, BF16, reduce_op="avg", blanks=False)),
+    "two-shot all_reduce, sums in blanks": lambda: (mm_ar, (False,), _plan_ar(512, 8192, 2048, BF16)),
+    "two-shot all_reduce, sums in blanks, tma": lambda: (mm_ar, (False,), _plan_ar(2048, 8192, 2048, BF16, tma="rows")),
     "sliced all_reduce": lambda: (mm_ar, (False,), _plan_ar(128, 8192, 2048, BF16)),
     "sliced all_reduce wide": lambda: (mm_ar, (True,), _plan_ar(256, 8192, 2048, FP16, bias_dims=2)),
     "sliced all_reduce ragged": lambda: (mm_ar, (True,), _plan_ar(75, 1000, 200, BF16, reduce_op="avg", bias_dims=1, form="sliced")),
@@ -51,13 +53,13 @@ CASES = {
     "all_gather in runs tma": lambda: (ag_mm, (True, True, True), _plan_ag(2048, 7168, 8192, BF16, 512, True, True, "columns", True)),
     "all_gather kept": lambda: (ag_mm, (True, True), _plan_ag(1024, 2048, 8192, FP16, inner=128, has_bias=True, gather=True)),
     "reduce_scatter tma ragged": lambda: (mm_rs, (True,), _plan_rs(4 * 1000, 1000, 200, BF16, bias_dims=1, tma="rows")),
-    "two-shot all_reduce tma columns": lambda: (mm_ar, (False,), _plan_ar(1024, 8192, 2048, FP16, tma="columns")),
+    "two-shot all_reduce tma columns": lambda: (mm_ar, (False,), _plan_ar(1024, 8192, 2048, FP16, tma="columns", blanks=False)),
     "all_gather tma kept": lambda: (ag_mm, (True, True), _plan_ag(1000, 1000, 8192, FP16, has_bias=True, gather=True, tma="rows")),
     "reduce_scatter tma": lambda: (mm_rs, (False,), _plan_rs(4096, 8192, 7168, BF16, tma="columns")),
     "reduce_scatter in parts": lambda: (mm_rs, (True,), _plan_rs(5784, 5120, 8192, BF16, bias_dims=1)),
     "reduce_scatter in parts tma": lambda: (mm_rs, (False,), _plan_rs(5784, 5120, 8192, BF16, tma="columns")),
     "reduce_scatter in runs tma": lambda: (mm_rs, (True,), _plan_rs(8192, 8192, 7168, BF16, bias_dims=2, tma="columns")),
-    "two-shot all_reduce tma": lambda: (mm_ar, (False,), _plan_ar(2048, 8192, 2048, BF16, tma="rows")),
+    "two-shot all_reduce tma": lambda: (mm_ar, (False,), _plan_ar(2048, 8192, 2048, BF16, tma="rows", blanks=False)),
     "all_gather tma": lambda: (ag_mm, (False, False), _plan_ag(1024, 7168, 8192, BF16, tma="columns")),
     "small all_gather": lambda: (ag_mm, (False, False), _plan_ag(16, 2048, 8192, BF16)),
     "small all_gather kept": lambda: (ag_mm, (True, True), _plan_ag(60, 7168, 8192, FP16, inner=15, has_bias=True, gather=True)),
@@ -82,6 +84,10 @@ COMPILED = [
     ("small all_reduce pieces", "gfx950", "v_mfma_f32"),
     ("small all_reduce fp32", "sm_90", ""),
     ("two-shot all_reduce", "sm_90", "wgmma.mma_async"),
+    ("two-shot all_reduce, sums in blanks", "sm_90", "wgmma.mma_async"),
+    ("two-shot all_reduce, sums in blanks", "gfx942", "v_mfma_f32"),
+    ("two-shot all_reduce, sums in blanks, tma", "sm_90", "wgmma.mma_async"),
+    ("two-shot all_reduce, sums in blanks, tma", "sm_100", "tcgen05.mma"),
     ("sliced all_reduce", "sm_90", "wgmma.mma_async"),
     ("sliced all_reduce", "sm_100", "tcgen05.mma"),
     ("sliced all_reduce", "gfx942", "v_mfma_f32"),
@@ -143,7 +149,8 @@ AMD = [(case, target) for case, target, _ in COMPILED if target.startswith("gfx"
 IN_GROUPS = [case for case in CASES if "in groups" in case]
 # The others tell of their data in the data, or leave flags to copy engines.
 BLANKS = [case for case in CASES if case.startswith(("small all_reduce", "sliced", "small reduce_scatter"))]
-FLAGS = [case for case in CASES if case not in BLANKS and "copied" not in case and case != "all_gather in runs tma"]
+BOTH = [case for case in CASES if "sums in blanks" in case]
+FLAGS = [case for case in CASES if case not in [*BLANKS, *BOTH, "all_gather in runs tma"] and "copied" not in case]
 
 
 def _plan_rs(m, n, k, dtype, inner=None, bias_dims=0, tma=""):
@@ -247,7 +254,7 @@ def acquires(op):
     return op.name in ("tt.atomic_rmw", "tt.atomic_cas") and (", acquire, sys" in op.text or "add, acq_rel, gpu" in op.text)
 
 
-@pytest.mark.parametrize("case", FLAGS)
+@pytest.mark.parametrize("case", FLAGS + BOTH)
 def test_every_load_from_the_heap_takes_its_address_through_a_wait(case):
     target = next(target for name, target, _ in COMPILED if name == case)
     flow = Flow(compiled(case, target)["ttir"])
@@ -260,6 +267,9 @@ def test_every_load_from_the_heap_takes_its_address_through_a_wait(case):
         if any(source.name == "tt.int_to_ptr" and any(s.name == "tt.load" for s in flow.sources(source.operands[0])) for source in sources):
             if "cacheModifier = cg" in op.text:  # of what the program itself has staged
                 assert CASES[case]()[2].constants["SLICE"] > 0
+                continue
+            if "isVolatile = true" in op.text:  # a look at blanks
+                assert case in BOTH
                 continue
             assert any(acquires(source) for source in sources), op.text
             behind += 1
@@ -290,7 +300,7 @@ def test_tma_loads_from_the_heap_come_behind_a_wait_and_a_fence(case):
     assert all(any("fence.proxy.async" in source.text for source in flow.sources(op.operands[1])) for op in behind)
 
 
-@pytest.mark.parametrize("case", FLAGS)
+@pytest.mark.parametrize("case", FLAGS + BOTH)
 def test_a_barrier_stands_between_data_and_what_tells_of_them(case):
     """Flags, and the counts of chunks, are one thread's; the data are those of all threads of the program."""
     target = next(target for name, target, _ in COMPILED if name == case)
@@ -300,7 +310,8 @@ def test_a_barrier_stands_between_data_and_what_tells_of_them(case):
     if "all_gather" in case:
         counted = [i for i, op in enumerate(ops) if op.name == "tt.atomic_rmw" and "add, acq_rel, gpu" in op.text]
         constants = CASES[case]()[2].constants
-        sends = 1 + loops(case) + constants["GATHER"] if case in IN_GROUPS else 1  # places that send
+        kept = constants["GATHER"] and constants["SPLITS"] == 1  # a kernel with parts has sent all before them
+        sends = 1 + loops(case) + kept if case in IN_GROUPS else 1  # places that send
         assert len(counted) == 1 + sends * (constants["CHUNKS"] > 1) + (constants.get("SPLITS", 1) > 1)  # `leave`, chunks, parts
         tells += counted
     for i in tells:
@@ -381,13 +392,31 @@ def test_numbers_are_looked_at_each_time_and_blanked(case):
         assert len(re.findall(r"st\.global\.v4\.b32", ptx)) > world * pieces
 
 
-@pytest.mark.parametrize("case", ["small all_reduce", "sliced all_reduce"])
+@pytest.mark.parametrize("case", BOTH)
+def test_sums_in_blanks_are_looked_at_each_time_and_blanked(case):
+    """As above; the products have flags."""
+    plan = CASES[case]()[2]
+    c = plan.constants
+    assert c["BLANKS"] and plan.blanks > 0 and c["BLOCK_M"] * c["BLOCK_N"] // c["PIECES"] >= 32 * plan.num_warps
+    ops = [op for op in Flow(compiled(case, "sm_90")["ttir"]).ops if slots_of(plan, c["BLOCK_M"], c["BLOCK_N"] // c["PIECES"]) in op.text]
+    loads = [op for op in ops if op.name == "tt.load"]
+    assert len(loads) == 2 * c["PIECES"] and all("isVolatile = true" in op.text for op in loads)
+    assert len([op for op in ops if op.name == "tt.store"]) == 2 * c["PIECES"]  # to all others, in a loop; and blanked
+    ptx = compiled(case, "sm_90")["ptx"]
+    assert len(re.findall(r"ld\.volatile\.global\.v4\.b32", ptx)) >= len(loads)
+    with_flags = compiled("two-shot all_reduce tma" if "tma" in case else "two-shot all_reduce", "sm_90")["ptx"]
+    raised, all_raised = (len(re.findall(r"atom\.global\.(sys\.release|release\.sys)\.exch", text)) for text in (ptx, with_flags))
+    assert 0 < raised < all_raised
+
+
+@pytest.mark.parametrize("case", ["small all_reduce", "sliced all_reduce", "two-shot all_reduce, sums in blanks"])
 def test_numbers_go_around_the_caches_of_amd(case):
     """There a volatile load may be served by a cache, and no release empties the caches behind a store."""
     lines = compiled(case, "gfx942")["amdgcn"].splitlines()
-    wide = [line for line in lines if re.match(r"\s+global_(load|store)_dwordx[24] ", line) and "sc0 sc1" in line]
-    assert len([line for line in wide if "load" in line]) >= 4 + 1
-    assert len([line for line in wide if "store" in line]) >= 2 * 4
+    wide = [line for line in lines if re.match(r"\s+(global|buffer)_(load|store)_dwordx[24] ", line) and "sc0 sc1" in line]
+    both = case in BOTH  # only the sums, to one peer at a time
+    assert len([line for line in wide if "load" in line]) >= (2 if both else 4 + 1)
+    assert len([line for line in wide if "store" in line]) >= (2 if both else 2 * 4)
 
 
 @pytest.mark.parametrize(("case", "target"), [(case, target) for case, target in NVIDIA if case in FLAGS])

@@ -12,7 +12,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.kernels.test_rounds import expected
@@ -84,6 +84,8 @@ def parts_of(plan, tiles, k, first_count):
 SPLITS = st.sampled_from([None, 1, 2, 3])
 
 
+# 132 tiles, so none are left for the last round
+@example(world=6, rows=1, n=1345, k=1, dtype=torch.float32, device=torch.device("cpu"), staged=None, splits=2)
 @many
 @given(**shapes, staged=st.sampled_from([None, True, False]), splits=SPLITS)
 def test_reduce_scatter(world, rows, n, k, dtype, device, staged, splits):
@@ -129,18 +131,25 @@ def test_all_reduce(world, rows, n, k, dtype, device):
         assert 0 in mine  # in round 0, so that every rank waits for every peer
         partials = [local * others + distance for local in mine for distance in range(others)]
         owned = set(mine.values())
-        reduced = [rounds * share * others + tile for tile in range(tiles) if tile not in owned]
-        check_slots(plan, [(index * tile_elements, tile_elements) for index in partials + reduced], partials + reduced, dtype.itemsize)
+        reduced = [tile for tile in range(tiles) if tile not in owned]
+        if c["BLANKS"]:
+            check_blanks(plan, [(tile * tile_elements, tile_elements) for tile in reduced], dtype.itemsize, alone=False)
+            slots = partials
+        else:
+            slots = partials + [rounds * share * others + tile for tile in reduced]
+        check_slots(plan, [(index * tile_elements, tile_elements) for index in slots], slots, dtype.itemsize)
         summed += mine.values()
     assert sorted(summed) == list(range(tiles))
 
 
-def check_blanks(plan, slots, itemsize):
-    """slots: (start, elements) of every slot of one heap, without repeats, inside the blanks of the plan; the halves lie apart."""
+def check_blanks(plan, slots, itemsize, alone=True):
+    """slots: (start, elements) of every slot of one heap, without repeats, inside the blanks of the plan; the halves lie apart. alone: the
+    plan needs nothing else."""
     slots = sorted(slots)
     for (start, elements), (following, _) in itertools.pairwise(slots):
         assert start + elements <= following
-    assert slots[0][0] >= 0 and sum(slots[-1]) * itemsize <= plan.blanks and (plan.nbytes, plan.nflags, plan.landing) == (0, 0, 0)
+    assert slots[0][0] >= 0 and sum(slots[-1]) * itemsize <= plan.blanks and plan.landing == 0
+    assert not alone or plan.nbytes == plan.nflags == 0
     places = heap_layout(plan.needs)
     assert places.data_start + 2 * places.data_stride <= places.blanks_start and plan.blanks <= places.blanks_stride
     assert places.blanks_start + 2 * places.blanks_stride <= places.landing_start

@@ -152,6 +152,10 @@ SOURCE = r"""
             divided = limit
             if phase == 1:
                 limit += (blocks * tiles_n - undivided) * SPLITS
+{% if GROUPS > 1 %}
+                if part == 1:  # once, not in each of its waits
+                    send_rows(GROUPS * sends, A, slots, flags, R, K, n, stamp, CHUNK_M, CHUNKS, HELP_K, GROUP_K, GROUPS, WORLD, CTX)
+{% endif %}
 {% endif %}
             while claim < limit:
                 tile = claim - claims
@@ -214,9 +218,11 @@ SOURCE = r"""
                         stop = tl.minimum((group + 1) * GROUP_K, end)
                         absent, token = dl.look(flag + group, stamp, 1, LOOKS)
                         if absent != 0:
-                            send_rows(
-                                (group + 1) * sends, A, slots, flags, R, K, n, stamp, CHUNK_M, CHUNKS, HELP_K, GROUP_K, GROUPS, WORLD, CTX
-                            )
+                            if phase == 0:
+                                send_rows(
+                                    (group + 1) * sends, A, slots, flags, R, K, n, stamp,
+                                    CHUNK_M, CHUNKS, HELP_K, GROUP_K, GROUPS, WORLD, CTX,
+                                )
                             token = dl.wait_stamp(flag + group, stamp, KERNEL_ID, source, ctx=CTX)
 {% endif %}
 {% filter indent(0 if GROUPS == 1 else 4, first=True) %}
@@ -267,19 +273,22 @@ SOURCE = r"""
 {% else %}
                     idx_m = (source * R + rows)[:, None].to(INDEX_DTYPE)
 {% endif %}
-                    for piece in tl.static_range(PIECES):
-                        product = products[piece]
+                    # Pieces of a product are apart in registers: their loop is unrolled. Those of a sum are in memory.
+                    for summed in range(PIECES if phase == 1 else 1):
+                        for piece in tl.static_range(1 if phase == 1 else PIECES):
+                            col = (summed + piece) * (BLOCK_N // PIECES)
+                            product = products[piece]
 {% if SPLITS > 1 %}
-                        if phase == 1:
-                            product = sum_of_parts(parts + piece * (BLOCK_N // PIECES) + in_tile, BLOCK_M * BLOCK_N, SPLITS)
+                            if phase == 1:
+                                product = sum_of_parts(parts + col + in_tile, BLOCK_M * BLOCK_N, SPLITS)
 {% endif %}
-                        idx_n = (tile_n * BLOCK_N + piece * (BLOCK_N // PIECES) + tl.arange(0, BLOCK_N // PIECES))[None, :]
-                        mask = (rows < R)[:, None] & (idx_n < N)
+                            idx_n = (tile_n * BLOCK_N + col + tl.arange(0, BLOCK_N // PIECES))[None, :]
+                            mask = (rows < R)[:, None] & (idx_n < N)
 {% if HAS_BIAS %}
-                        product += tl.load(BIAS + idx_n * {{stride("BIAS", 0)}}, mask=idx_n < N, other=0.0).to(tl.float32)
+                            product += tl.load(BIAS + idx_n * {{stride("BIAS", 0)}}, mask=idx_n < N, other=0.0).to(tl.float32)
 {% endif %}
-{% set INDENT = 32 if RUNS else 24 %}
-                        {{store_output(("idx_m", "idx_n"), "product", "mask", INDENT, val_shape=("BLOCK_M", "BLOCK_N // PIECES"))}}
+{% set INDENT = 36 if RUNS else 28 %}
+                            {{store_output(("idx_m", "idx_n"), "product", "mask", INDENT, val_shape=("BLOCK_M", "BLOCK_N // PIECES"))}}
 {% endfilter %}
 {% if RUNS %}
                         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
@@ -289,7 +298,7 @@ SOURCE = r"""
 {% if GATHER %}
 
     # The gathered rows, for whoever else reads them.
-{% if GROUPS > 1 %}
+{% if GROUPS > 1 and SPLITS == 1 %}
     send_rows(GROUPS * sends, A, slots, flags, R, K, n, stamp, CHUNK_M, CHUNKS, STEP_K, GROUP_K, GROUPS, WORLD, CTX)
 {% endif %}
     while claim < claims + WORLD * GROUPS * sends:

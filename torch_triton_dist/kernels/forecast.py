@@ -109,4 +109,4 @@ def last_in_parts(tiles: int, tail: int, k: int, tile_n: int, most: int, allowed
         return us * (1.03 if parts > 1 else 1)
 
     parts = min((parts for parts in allowed if tail * parts <= most or parts == 1), key=time_us, default=1)
-    return (tail, parts) if parts > 1 else (0, 1)
+    return (tail, parts) if parts > 1 and tail else (0, 1)

@@ -12,6 +12,8 @@ Protocol, in rounds of W*S tiles, S for each rank as their owner; l counts the t
           every other rank, raise flag `reduced` [t] there; epilogue; store
     copy  tiles of the other owners: wait for flag `reduced` [t]; epilogue; store
     Claims go: send 0; send 1, sum 0; then send g, sum g-1, copy g-2 for every round g: what a rank waits for was sent a round ago.
+BLANKS (few tiles): `reduced` lies in the blanks of the heap, and no flag follows it (language/blank.py): a copy looks at its tile until all
+numbers of it have come, and blanks it. Nothing hides the way of the last sums, which a flag makes longer by the wait for their stores.
 
 A program raises the flags of a tile when it has computed its next one: by then the stores have arrived, and the release has nothing to
 wait for. It owes the flags of one tile at most, and pays before it waits or ends.
@@ -25,7 +27,10 @@ kind of all ranks is never blocked, also with a single resident program.
 Why it cannot race: flags of launch n are set to its stamp and waited for (NOTE [stamps] in language/core.py). Slots of launch n lie in
 half n % 2 and are written again in launch n+2 at the earliest. A rank starts launch n+2 after its own launch n+1, in which it has seen a
 flag n+1 of every peer (in round 0 it owns S >= 1 tiles, since T >= W is required). A peer raises flag n+1 after its own launch n has ended,
-so nobody reads the half of n any more. Partials, reduced tiles and their flags are disjoint.
+so nobody reads the half of n any more. Partials, reduced tiles and their flags are disjoint. A blank of `reduced` [t] has one writer in a
+launch, its owner, and one reader, the program that copies t. It is blank again when the reader's launch has ended, so before its owner,
+which has seen a flag n+1 of the reader, writes to it in n+2. A rank whose wait gave up sends no sum. That another kernel's numbers lie
+there is found out by the sums: each rank has one, and waits for a flag of every peer.
 
 All ranks get the same bits, the same from run to run: the owner alone adds (its own product first, then ranks me+1, me+2, ..., in fp32)
 and rounds once.
@@ -46,6 +51,8 @@ SMALL_BYTES = 1 << 17  # of the result, up to which `matmul_all_reduce_small` is
 SMALL_BYTES_OF_TWO = 1 << 20  # of two ranks, to which it sends no more than the others do
 
 SOURCE = r"""
+{% set PAY = "dl.notify(flags + owed, debtor, signal=stamp, ctx=CTX)" if BLANKS else
+             "pay(flags, reduced_flags, owed, debtor, stamp, WORLD, CTX)" %}
 {{def_kernel(*INPUTS)}}
     M = {{size("A", 0)}}
     N = {{size("B", 1)}}
@@ -66,8 +73,12 @@ SOURCE = r"""
 {% endif %}
     rounds = tl.cdiv(tiles, WORLD * S)
     partials = rounds * S * (WORLD - 1)
+{% if BLANKS %}
+    reduced_slots = dl.blanks(n, DTYPE, ctx=CTX)
+{% else %}
     reduced_flags = flags + partials
     reduced_slots = slots + partials.to(tl.int64) * (BLOCK_M * BLOCK_N)
+{% endif %}
     owed = -1  # tile whose flags this program has to raise yet: of its product at one rank, or of its sum at all others (-1)
     debtor = 0
     claims = rounds * (2 * WORLD - 1) * S
@@ -83,12 +94,17 @@ SOURCE = r"""
             cols = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
             row_mask = rows < M
             idx_m = rows[:, None].to(INDEX_DTYPE)
+            in_reduced = tile.to(tl.int64) * (BLOCK_M * BLOCK_N)
             if copying:
                 if owed >= 0:
-                    pay(flags, reduced_flags, owed, debtor, stamp, WORLD, CTX)
+                    {{PAY}}
                     owed = -1
+{% if BLANKS %}
+                here = slots
+{% else %}
                 token = dl.wait_stamp(reduced_flags + tile, stamp, KERNEL_ID, owner, ctx=CTX)
-                here = dl.consume_token(reduced_slots + tile.to(tl.int64) * (BLOCK_M * BLOCK_N), token)
+                here = dl.consume_token(reduced_slots + in_reduced, token)
+{% endif %}
                 product = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
                 sound = True
             else:
@@ -104,7 +120,7 @@ SOURCE = r"""
                 )
 {% endif %}
                 if owed >= 0:
-                    pay(flags, reduced_flags, owed, debtor, stamp, WORLD, CTX)
+                    {{PAY}}
                     owed = -1
                 index = local * (WORLD - 1)
                 sound = True
@@ -117,9 +133,11 @@ SOURCE = r"""
                     token = dl.wait_peers(flags + index, stamp, KERNEL_ID, WORLD, ctx=CTX)
                     here = dl.consume_token(slots + index.to(tl.int64) * (BLOCK_M * BLOCK_N), token)
                     sound = dl.alive(ctx=CTX)
+{% if not BLANKS %}
                     if sound:
                         owed = tile
                         debtor = -1
+{% endif %}
             parts = columns_apart(product, BLOCK_M, BLOCK_N, PIECES)
             for piece in tl.static_range(PIECES):
                 part = parts[piece]
@@ -136,7 +154,14 @@ SOURCE = r"""
 {% endif %}
                 in_piece = piece * (BLOCK_N // PIECES) + in_tile
                 if copying:
+{% if BLANKS %}
+                    part = blank.rows_of_ranks(
+                        reduced_slots + in_reduced + in_piece, tl.full((BLOCK_M, 1), 0, tl.int32) + owner, mask,
+                        stamp, KERNEL_ID, BLOCK_M, BLOCK_N // PIECES, DTYPE, WORLD, ctx=CTX,
+                    )
+{% else %}
                     part = tl.load(here + in_piece, mask=mask, other=0.0).to(tl.float32)
+{% endif %}
                 elif owner != me:
                     tl.store(here + in_piece, part.to(DTYPE), mask=mask)
                 else:
@@ -145,13 +170,14 @@ SOURCE = r"""
                     part = (part * SCALE).to(DTYPE).to(tl.float32)
                     if sound:
                         for i in range(1, WORLD):
-                            remote = dl.symm_at(reduced_slots, (me + i) % WORLD, alignment=16, ctx=CTX)
-                            tl.store(remote + tile.to(tl.int64) * (BLOCK_M * BLOCK_N) + in_piece, part.to(DTYPE), mask=mask)
+                            remote = dl.symm_at(reduced_slots, (me + i) % WORLD, alignment=16, ctx=CTX) + in_reduced + in_piece
+                            {{"blank.store(remote, blank.bits_of(part.to(DTYPE)), mask)" if BLANKS else
+                              "tl.store(remote, part.to(DTYPE), mask=mask)"}}
                 if copying | (owner == me):
                     {{store_output(("idx_m", "idx_n"), "part", "mask", indent_width=20, val_shape=("BLOCK_M", "BLOCK_N // PIECES"))}}
         claim = dl.claim(ctx=CTX)
     if owed >= 0:
-        pay(flags, reduced_flags, owed, debtor, stamp, WORLD, CTX)
+        {{PAY}}
     dl.leave(ctx=CTX)
 """
 
@@ -182,10 +208,11 @@ def plan(
     tma: str = "",
     tile: Tile | None = None,
     form: str = "",
+    blanks: bool | None = None,
 ) -> Plan:
     """Plan for x [m, k] @ weight [k, n] (k per rank) over `world` ranks. tma: see `tma_form`; tile: another one than `choose_tile`'s, the
     same on all ranks; form: "small", "sliced" (the kernels of that name), "two_shot" (the one here; "sliced" where ranks would own no
-    tile), or "", by `choose_form`."""
+    tile), or "", by `choose_form`; blanks: whether sums lie in blanks, the same on all ranks (None: by the number of tiles)."""
     if tile is None and (m < 1024 or cdiv(m, 128) * cdiv(n, 128) <= PROCESSORS):
         tile = few_rows_tile(m, n, k, dtype, device.type, wide=False)
     tile = tile or choose_tile(m, m, n, k, dtype, device.type)
@@ -205,12 +232,16 @@ def plan(
     size = tiles / 2 if 2 * PROCESSORS <= tiles <= 4 * PROCESSORS else tiles
     share = max(1, min(tiles // world, share_of_round(cdiv(tiles, world), world, max(1, int(size)))))
     rounds = cdiv(tiles, world * share)
-    slots = (world - 1) * rounds * share + tiles
+    # The way of the last sums is hidden by nothing, and a large part of few rounds: numbers that tell of their own arrival come sooner.
+    if blanks is None:
+        blanks = tiles <= 4 * PROCESSORS
+    slots = (world - 1) * rounds * share + (0 if blanks else tiles)
     constants = {
         **constants_of(m, n, k, tile, world, dtype, KERNEL_ID, tma=bool(tma)),
         "GROUP_M": 8,
         "B_ROWS": tma == "rows",
         "S": share,
+        "BLANKS": blanks,
         "PIECES": pieces_of(tile),
         "BIAS_DIMS": bias_dims,
         "SCALE": scale_of(reduce_op, world),
@@ -219,6 +250,7 @@ def plan(
         kernel=NAME,
         nbytes=align(slots * tile.m * tile.n * dtype.itemsize),
         nflags=slots,
+        blanks=align(tiles * tile.m * tile.n * dtype.itemsize) if blanks else 0,
         programs=programs,
         constants=constants,
         num_warps=tile.num_warps,
@@ -236,6 +268,7 @@ def run(
     bias: torch.Tensor | None,
     tile: Tile | None = None,
     form: str = "",
+    blanks: bool | None = None,
 ) -> torch.Tensor:
     """Eager launch. x [M, K], weight [K, N], bias [N] or [M, N] or None; returns [M, N]."""
     (m, k), n = x.shape, weight.shape[1]
@@ -252,6 +285,7 @@ def run(
         tma=tma_form_of(x, weight),
         tile=tile,
         form=form,
+        blanks=blanks,
     )
     out = x.new_empty((m, n))
     tensors = {"A": x, "B": weight, "OUT": out}

@@ -54,8 +54,8 @@ def _ops_against_float64(rank, world, dtype):
                 unfused = matmul_all_reduce.reference(x, weight, "sum", name, bias)
                 got = ops.matmul_all_reduce(x, weight, "sum", name, bias=bias)
                 worst.append(("all_reduce", m, _relative(got, exact), _relative(unfused, exact)))
-                for form in ("small", "sliced", "two_shot") if m > 64 else ("small", "sliced"):
-                    got = matmul_all_reduce.run(x, weight, "sum", name, world, bias, form=form)
+                for form, blanks in (("small", None), ("sliced", None), ("two_shot", True), ("two_shot", False))[: 4 if m > 64 else 2]:
+                    got = matmul_all_reduce.run(x, weight, "sum", name, world, bias, form=form, blanks=blanks)
                     worst.append((f"all_reduce, {form}", m, _relative(got, exact), _relative(unfused, exact)))
                     everywhere = [torch.empty_like(got) for _ in range(world)]
                     dist.all_gather(everywhere, got)

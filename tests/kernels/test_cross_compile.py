@@ -37,7 +37,7 @@ CASES = {
     "small all_reduce fp32": lambda: (mm_ar, (False,), _plan_ar(3, 1000, 200, FP32, reduce_op="avg")),
     "two-shot all_reduce": lambda: (mm_ar, (False,), _plan_ar(512, 8192, 2048, BF16, reduce_op="avg", blanks=False)),
     "two-shot all_reduce, sums in blanks": lambda: (mm_ar, (False,), _plan_ar(512, 8192, 2048, BF16)),
-    "two-shot all_reduce, sums in blanks, tma": lambda: (mm_ar, (False,), _plan_ar(2048, 8192, 2048, BF16, tma="rows")),
+    "two-shot all_reduce, sums in blanks, tma": lambda: (mm_ar, (False,), _plan_ar(1024, 8192, 2048, BF16, tma="rows")),
     "sliced all_reduce": lambda: (mm_ar, (False,), _plan_ar(128, 8192, 2048, BF16)),
     "sliced all_reduce wide": lambda: (mm_ar, (True,), _plan_ar(256, 8192, 2048, FP16, bias_dims=2)),
     "sliced all_reduce ragged": lambda: (mm_ar, (True,), _plan_ar(75, 1000, 200, BF16, reduce_op="avg", bias_dims=1, form="sliced")),

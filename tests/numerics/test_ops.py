@@ -36,7 +36,7 @@ class Case:
     reduce_op: str = "sum"
     layout: str = "plain"
     dtype: torch.dtype = torch.float32
-    form: str = ""  # of an all-reduce, whatever its size
+    form: str = ""  # of an all-reduce, whatever its size; "two_shot, flags": with sums that have flags, as those of large ones
     staged: bool = False  # products that are sent while the next one is computed
     groups: int = 1  # of columns of an all-gather that are waited for apart
     splits: int = 1  # parts of K of the last tiles
@@ -89,6 +89,8 @@ CASES = [
     Case(AR, (2, 16, 64), (128,), layout="offset"),
     Case(AR, (3, 40, 40), (200,), layout="expanded", biases=(True,), form="two_shot"),
     Case(AR, (128, 70), (128,), reduce_op="avg", form="two_shot"),
+    Case(AR, (2, 75, 300), (151,), layout="transposed", biases=(True,), form="two_shot, flags"),
+    Case(AR, (128, 70), (128,), reduce_op="avg", form="two_shot, flags"),
     Case(AR, (37, 70), (45,), biases=(True,), reduce_op="avg", form="sliced"),
     Case(AR, (2, 50, 300), (150,), layout="transposed", form="sliced"),
     Case(AR, (64, 70), (128,), biases=(True,), layout="strided", form="sliced"),
@@ -154,7 +156,9 @@ def call(case: Case, x, weights, biases, group: str) -> list[torch.Tensor]:
     if case.form:
         rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
         rows_bias = bias if bias is None or bias.dim() == 1 else bias.reshape(rows.shape[0], -1)
-        out = mm_ar.run(rows, weights[0], case.reduce_op, group, dist.get_world_size(), rows_bias, form=case.form)
+        form, _, flags = case.form.partition(", ")
+        blanks = False if flags else None
+        out = mm_ar.run(rows, weights[0], case.reduce_op, group, dist.get_world_size(), rows_bias, form=form, blanks=blanks)
         return [out.view(*x.shape[:-1], out.shape[-1])]
     return [ops.matmul_all_reduce(x, weights[0], case.reduce_op, group, bias=bias)]
 
@@ -367,7 +371,7 @@ def uneven_depth(rank: int, world: int, op: str, depths: tuple[int, ...], kind: 
     return [[sum(step[i][j] for step in found) for j in (0, 1)] for i in (0, 1)]
 
 
-@pytest.mark.parametrize(("op", "form"), [(RS, ""), (AR, ""), (AR, "two_shot"), (AR, "sliced")])
+@pytest.mark.parametrize(("op", "form"), [(RS, ""), (AR, ""), (AR, "two_shot"), (AR, "two_shot, flags"), (AR, "sliced")])
 @pytest.mark.parametrize("depths", [(33, 0), (30, 30, 10, 0)], ids=str)
 def test_depth_may_differ(ranks2, ranks4, op, depths, form):
     by_rank = (ranks2 if len(depths) == 2 else ranks4).run(uneven_depth, op, depths, form)

@@ -355,8 +355,9 @@ def _tile_and_parts(
         parts_may_pay = tile.m == 128 and (tile.n <= 128 or count >= PROCESSORS - SENDERS)
         for parts in (PARTS[1:] if parts_may_pay else ()) if splits is None else {splits} - {1}:
             most = scratch // (parts * tile.m * tile.n * 4)
-            tails = {min(count % PROCESSORS, most), min(count % (PROCESSORS - SENDERS), most) if groups > 1 else 0} - {0}
-            forms += [(tile, tail, parts) for tail in sorted(tails)]
+            left = {count % PROCESSORS, count % (PROCESSORS - SENDERS) if groups > 1 else 0} - {0}
+            forms += [(tile, tail, parts) for tail in sorted({min(tail, most) for tail in left} - {0})]
+            forms += [(tile, 0, 1)] if splits and not left else []
     if not forms:
         raise ValueError(f"{NAME}: the last of {count} tiles of {tile.m} x {tile.n} are not to be multiplied in {splits} parts")
     return min(forms, key=time_us) if len(forms) > 1 else forms[0]

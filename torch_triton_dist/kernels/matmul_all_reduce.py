@@ -12,7 +12,7 @@ Protocol, in rounds of W*S tiles, S for each rank as their owner; l counts the t
           every other rank, raise flag `reduced` [t] there; epilogue; store
     copy  tiles of the other owners: wait for flag `reduced` [t]; epilogue; store
     Claims go: send 0; send 1, sum 0; then send g, sum g-1, copy g-2 for every round g: what a rank waits for was sent a round ago.
-BLANKS (few tiles): `reduced` lies in the blanks of the heap, and no flag follows it (language/blank.py): a copy looks at its tile until all
+BLANKS (few bytes): `reduced` lies in the blanks of the heap, and no flag follows it (language/blank.py): a copy looks at its tile until all
 numbers of it have come, and blanks it. Nothing hides the way of the last sums, which a flag makes longer by the wait for their stores.
 
 A program raises the flags of a tile when it has computed its next one: by then the stores have arrived, and the release has nothing to
@@ -49,6 +49,8 @@ KERNEL_ID = 3
 
 SMALL_BYTES = 1 << 17  # of the result, up to which `matmul_all_reduce_small` is faster
 SMALL_BYTES_OF_TWO = 1 << 20  # of two ranks, to which it sends no more than the others do
+# Of the result, up to which sums tell of their own arrival: nothing hides the way of the last ones, here a large part of the time.
+BLANKS_BYTES = 16 << 20
 
 SOURCE = r"""
 {% set PAY = "dl.notify(flags + owed, debtor, signal=stamp, ctx=CTX)" if BLANKS else
@@ -212,7 +214,7 @@ def plan(
 ) -> Plan:
     """Plan for x [m, k] @ weight [k, n] (k per rank) over `world` ranks. tma: see `tma_form`; tile: another one than `choose_tile`'s, the
     same on all ranks; form: "small", "sliced" (the kernels of that name), "two_shot" (the one here; "sliced" where ranks would own no
-    tile), or "", by `choose_form`; blanks: whether sums lie in blanks, the same on all ranks (None: by the number of tiles)."""
+    tile), or "", by `choose_form`; blanks: whether the sums lie in blanks, the same on all ranks (None: by the bytes of the result)."""
     if tile is None and (m < 1024 or cdiv(m, 128) * cdiv(n, 128) <= PROCESSORS):
         tile = few_rows_tile(m, n, k, dtype, device.type, wide=False)
     tile = tile or choose_tile(m, m, n, k, dtype, device.type)
@@ -232,9 +234,8 @@ def plan(
     size = tiles / 2 if 2 * PROCESSORS <= tiles <= 4 * PROCESSORS else tiles
     share = max(1, min(tiles // world, share_of_round(cdiv(tiles, world), world, max(1, int(size)))))
     rounds = cdiv(tiles, world * share)
-    # The way of the last sums is hidden by nothing, and a large part of few rounds: numbers that tell of their own arrival come sooner.
     if blanks is None:
-        blanks = tiles <= 4 * PROCESSORS
+        blanks = m * n * dtype.itemsize <= BLANKS_BYTES
     slots = (world - 1) * rounds * share + (0 if blanks else tiles)
     constants = {
         **constants_of(m, n, k, tile, world, dtype, KERNEL_ID, tma=bool(tma)),

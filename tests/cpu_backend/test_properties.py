@@ -468,6 +468,34 @@ def _strided(x_ptr, y_ptr, out_ptr, m, n, xr, xc, yr, yc, M: tl.constexpr, N: tl
     tl.store(out_ptr + m * n + columns[:, None] * m + rows[None, :], tl.trans(x), tl.trans(inside))
 
 
+@triton.jit
+def _known_mask(source, target, FIRST: tl.constexpr, LAST: tl.constexpr, STEP: tl.constexpr, N: tl.constexpr, STRIDE: tl.constexpr):
+    i = tl.arange(0, N)
+    taken = (i >= FIRST) & (i < LAST) & (i % STEP == 0)
+    x = tl.load(source + i * STRIDE, mask=taken, other=3)
+    tl.store(target + i * STRIDE, (x * 2).to(target.dtype.element_ty), mask=taken)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.int8, torch.int16])
+def test_masks_that_are_known_at_compile_time(dtype):
+    """Each example is a kernel of its own, so there are few: any lanes of any block, one lane as a matter of course."""
+
+    @settings(fixed, max_examples=12)
+    @given(st.sampled_from([2, 8, 16, 32, 64]), st.integers(0, 63), st.integers(1, 64), st.integers(1, 5), st.integers(1, 2))
+    def check(n, first, count, step, stride):
+        first %= n
+        last = min(first + count, n) if count % 3 else first + 1
+        source = torch.arange(n * stride) + 1
+        target = torch.full((n * stride,), SENTINEL, dtype=dtype)
+        _known_mask[(1,)](source.float(), target, first, last, step, n, stride)
+        expected = torch.full((n * stride,), SENTINEL, dtype=dtype)
+        places = [i * stride for i in range(first, last) if i % step == 0]
+        expected[places] = (source[places] * 2).to(dtype)
+        assert torch.equal(target, expected)
+
+    check()
+
+
 @st.composite
 def strided_views(draw) -> torch.Tensor:
     """A matrix [m, n] somewhere in a larger buffer: transposed, reversed blocks of it, every second column, broadcast rows."""

@@ -140,12 +140,12 @@ def test_runs_leave_room_for_what_stores_tiles():
     """In the shared memory of Hopper three stages of a wide tile beside its epilogue; on a GPU with less, no runs."""
     form = {"has_bias": False, "gather": False, "device": DEVICES[1], "replayed": True, "tma": "rows"}
 
-    def runs(rows):
-        plan = ag_mm.plan(rows, 7168, 8192, 4, torch.bfloat16, inner=rows, **form)
+    def runs(rows, n=7168):
+        plan = ag_mm.plan(rows, n, 8192, 4, torch.bfloat16, inner=rows, **form)
         return plan.constants["RUNS"], plan.num_stages
 
-    assert runs(2048) == (132, 3)
-    assert runs(1024) == (0, 4)  # seven tiles of a processor
+    assert runs(2048) == runs(1024) == (132, 3)
+    assert runs(640, 4096) == runs(768, 2048) == (0, 4)  # narrow tiles, and fewer than three of a processor
     with mock.patch.object(tile_shapes, "_shared_bytes_of_program", return_value=99 << 10):
         assert runs(2048)[0] == 0
 

@@ -88,9 +88,9 @@ def test_all_gather_matmul(group):
         epilogue(kernel),
         """\
         xindex = idx_n + 96*idx_m
-                        tmp0 = tl.full([1], 0, tl.int32)
-                        tmp1 = triton_helpers.maximum(tmp0, product)
-                        tl.store(out_ptr1 + (tl.broadcast_to(xindex, [BLOCK_M, BLOCK_N // PIECES])), tmp1, mask)
+                            tmp0 = tl.full([1], 0, tl.int32)
+                            tmp1 = triton_helpers.maximum(tmp0, product)
+                            tl.store(out_ptr1 + (tl.broadcast_to(xindex, [BLOCK_M, BLOCK_N // PIECES])), tmp1, mask)
                 claim = dl.claim(ctx=CTX)
         claims = limit
     dl.leave(ctx=CTX)""",

@@ -83,7 +83,8 @@ GROUPED_ROWS = 2048  # global rows up to which it does
 GROUP_DEPTH = 512  # columns of a group, at least
 LOOKS = 64  # looks at a flag before a program that should multiply helps to send
 STEP = 1 << 14  # elements that a program loads, then stores, when it sends
-RUN_ROUNDS = 8  # tiles of a processor from which on they are multiplied in runs
+RUN_ROUNDS = 3  # wide tiles of a processor from which on they are multiplied in runs
+NARROW_RUN_ROUNDS = 8  # others; fewer were not measured
 # From so many bytes that a rank sends on, copy engines do it: to enter, and to begin behind that, takes some 15 us. Where it was measured.
 COPIED_BYTES = 16 << 20
 COPIED_WORLDS = (2, 4)
@@ -433,8 +434,9 @@ def plan(
     if world == 2:  # a chunk for one peer costs a claim and a wait for its stores, as one for three does; each sender still gets one
         chunk_m = max(chunk_m, min(4 * chunk_m, power_of_two(rows // SENDERS + 1) // 2))
     chunk_m = min(tile.m, chunk_m)
-    # With sends in the same kernel, runs would spill registers. With fewer tiles they gained 1 % on one machine and lost it on another.
-    stages = run_stages(tile, dtype.itemsize) if copied and tma and splits == 1 and tiles >= RUN_ROUNDS * PROCESSORS else 0
+    # With sends in the same kernel, runs would spill registers. With fewer tiles they gain nothing.
+    least = PROCESSORS * (RUN_ROUNDS if tile.n == 256 else NARROW_RUN_ROUNDS)
+    stages = run_stages(tile, dtype.itemsize) if copied and tma and splits == 1 and tiles >= least else 0
     counts = 0 if copied else (world + 1) * tiles_m * groups  # words in front of those of the parts
     constants = {
         **constants_of(rows, n, k, tile, world, dtype, KERNEL_ID, tma=bool(tma)),

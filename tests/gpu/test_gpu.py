@@ -349,14 +349,22 @@ def test_training_step(gpu_ranks, dtype):
     assert max(gpu_ranks.run(_train, dtype, timeout=250)) < limit
 
 
-def _dies(rank, world, how):
+def _dies(rank, world, how, copied):
     import torch_triton_dist as ttd
     import torch_triton_dist.ops
+    from torch_triton_dist.kernels import all_gather_matmul
 
     ops, device, name = torch.ops.torch_triton_dist, rank_device(), _name()
     x = torch.randn(16, 64, device=device)
     weight = torch.randn(64, 64, device=device)
-    ops.matmul_all_reduce(x, weight, "sum", name)
+
+    def launch():
+        if copied:
+            all_gather_matmul.run(x, weight, 16, name, world, None, False, copied=True)
+        else:
+            ops.matmul_all_reduce(x, weight, "sum", name)
+
+    launch()
     torch.cuda.synchronize()
     if rank == 1:
         if how == "killed":
@@ -366,7 +374,8 @@ def _dies(rank, world, how):
     start = time.monotonic()
     try:
         with ttd.config.patch(timeout_s=2.0):
-            ops.matmul_all_reduce(x, weight, "sum", name)
+            launch()
+            launch()  # one behind it finds no tile
             torch.cuda.synchronize()
             ttd.check()
     except ttd.DistributedKernelError as error:
@@ -374,9 +383,11 @@ def _dies(rank, world, how):
     return "no error", 0.0
 
 
+@pytest.mark.parametrize("copied", [False, True], ids=["sent", "copied"])
 @pytest.mark.parametrize("how", ["killed", "slow"])
 @pytest.mark.usefixtures("two_gpus")
-def test_a_rank_that_does_not_come(how):
-    results = run_ranks(_dies, 2, how, device="cuda", timeout=120, expect_exit=(1,) if how == "killed" else ())
+def test_a_rank_that_does_not_come(how, copied):
+    """Copies wait for the rank, too, in a stream that nobody can tell."""
+    results = run_ranks(_dies, 2, how, copied, device="cuda", timeout=120, expect_exit=(1,) if how == "killed" else ())
     text, seconds = results[0]
     assert "rank 1" in text and seconds < 6, (text, seconds)

@@ -159,6 +159,40 @@ def test_persistent_kernel_claims_every_tile_once(programs, threads):
 
 
 @triton.jit
+def _count_programs(out):
+    tl.atomic_add(out + tl.program_id(0), 1)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 5])
+def test_every_program_runs_once(threads):
+    """Also where threads have parts of different sizes, or there are fewer programs than threads."""
+    torch.set_num_threads(threads)
+    for programs in (*range(1, 40), 1000):
+        out = torch.zeros(programs + 1, dtype=torch.int32)
+        _count_programs[(programs,)](out)
+        assert out.tolist() == [1] * programs + [0]
+
+
+@triton.jit
+def _follow(flags):
+    program = tl.program_id(0)
+    if program > 0:
+        while tl.atomic_add(flags + program - 1, 0) == 0:
+            pass
+    tl.atomic_xchg(flags + program, 1)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("threads", [1, 2, 3, 5])
+def test_programs_may_wait_for_those_before(threads):
+    torch.set_num_threads(threads)
+    for programs in (2, 7, 100):
+        flags = torch.zeros(programs, dtype=torch.int32)
+        _follow[(programs,)](flags)
+        assert flags.all()
+
+
+@triton.jit
 def _wait(flag, out, timeout_ns):
     start = clock_ns()
     late = False

@@ -5,9 +5,15 @@
 ;   3 number of arguments with constexprs, 4 kernel name (char*), then for each parameter: its kind and its position among the
 ;   arguments with constexprs. Kinds: 0 pointer, 1 integer, 2 fp16, 3 bf16, 4 fp32, 5 fp64.
 
-%Job = type { ptr, ptr, i64, i64, i64, i64, i64, i64, ptr, ptr }
-; 0 programs function, 1 arguments, 2 programs, 3 chunk, 4 scratch bytes, 5 next program (atomic), 6 helpers wanted,
-; 7 helpers inside, 8 message of a failed assertion (atomic), 9 next job
+%Job = type { ptr, ptr, i64, i64, i64, ptr, i64, i64, ptr, ptr, i64 }
+; 0 programs function, 1 arguments, 2 programs, 3 chunk, 4 scratch bytes, 5 next program of each range (%Next, atomic), 6 helpers wanted,
+; 7 helpers inside, 8 message of a failed assertion (atomic), 9 next job, 10 ranges
+;
+; Programs are cut into as many ranges as threads are wanted. A thread begins with the range of its number, so that what programs of the
+; last launch have left in its caches is found by those of the next; then it helps with the others, one after the other. The caller goes
+; through them from the first, so a program may wait for programs before it.
+
+%Next = type { i64, [7 x i64] }            ; a cache line
 
 @lock = internal global [64 x i8] zeroinitializer, align 64   ; pthread_mutex_t
 @work = internal global [64 x i8] zeroinitializer, align 64   ; pthread_cond_t: a job wants helpers
@@ -112,8 +118,15 @@ note:
   ret ptr %new
 }
 
-; Takes chunks of programs until none is left.
-define internal void @run(ptr %job, ptr %arena) {
+; The first program of range number %range.
+define internal i64 @range_begin(i64 %range, i64 %total, i64 %ranges) alwaysinline {
+  %scaled = mul i64 %range, %total
+  %begin = udiv i64 %scaled, %ranges
+  ret i64 %begin
+}
+
+; Takes chunks of programs until none is left, first those of range %range.
+define internal void @run(ptr %job, ptr %arena, i64 %range) {
 entry:
   %pbody = getelementptr %Job, ptr %job, i32 0, i32 0
   %body = load ptr, ptr %pbody
@@ -123,43 +136,70 @@ entry:
   %total = load i64, ptr %ptotal
   %pchunk = getelementptr %Job, ptr %job, i32 0, i32 3
   %chunk = load i64, ptr %pchunk
-  %pnext = getelementptr %Job, ptr %job, i32 0, i32 5
+  %pall = getelementptr %Job, ptr %job, i32 0, i32 5
+  %all = load ptr, ptr %pall
   %pmessage = getelementptr %Job, ptr %job, i32 0, i32 8
+  %pranges = getelementptr %Job, ptr %job, i32 0, i32 10
+  %ranges = load i64, ptr %pranges
+  br label %enter
+enter:
+  %seen = phi i64 [ 0, %entry ], [ %more, %exhausted ]
+  %moved = add i64 %range, %seen
+  %here = urem i64 %moved, %ranges
+  %following = add i64 %here, 1
+  %limit = call i64 @range_begin(i64 %following, i64 %total, i64 %ranges)
+  %pnext = getelementptr %Next, ptr %all, i64 %here
   br label %take
 take:
   %begin = atomicrmw add ptr %pnext, i64 %chunk monotonic
-  %none = icmp sge i64 %begin, %total
-  br i1 %none, label %done, label %some
+  %none = icmp sge i64 %begin, %limit
+  br i1 %none, label %exhausted, label %some
 some:
+  %given_up = load atomic ptr, ptr %pmessage monotonic, align 8
+  %sound = icmp eq ptr %given_up, null
+  br i1 %sound, label %call, label %done
+call:
   %stop = add i64 %begin, %chunk
-  %end = call i64 @llvm.smin.i64(i64 %stop, i64 %total)
+  %end = call i64 @llvm.smin.i64(i64 %stop, i64 %limit)
   %message = call ptr %body(ptr %args, i64 %begin, i64 %end, ptr %arena)
   %fine = icmp eq ptr %message, null
   br i1 %fine, label %take, label %failed
+exhausted:
+  %more = add i64 %seen, 1
+  %any = icmp ult i64 %more, %ranges
+  br i1 %any, label %enter, label %done
 failed:
   store atomic ptr %message, ptr %pmessage monotonic, align 8
-  store atomic i64 %total, ptr %pnext monotonic, align 8
   br label %done
 done:
   ret void
 }
 declare i64 @llvm.smin.i64(i64, i64)
 
-define internal ptr @worker(ptr %unused) {
+; %number: from 1.
+define internal ptr @worker(ptr %number) {
 entry:
+  %range = ptrtoint ptr %number to i64
   %slot = alloca [2 x i64], align 16
   store [2 x i64] zeroinitializer, ptr %slot
   br label %idle
-idle:                                    ; a launch often follows the last one at once: look out for it for a while
-  %spins = phi i32 [ 0, %entry ], [ 0, %finished ], [ %more, %spin ]
+idle:                                    ; a launch often follows the last one at once: look out for it for a while, some 100 us
+  %spins = phi i32 [ 0, %entry ], [ 0, %finished ], [ %more, %spin ], [ %more, %give ]
+  %more = add i32 %spins, 1
   %any = load atomic ptr, ptr @jobs acquire, align 8
   %quiet = icmp eq ptr %any, null
-  %patient = icmp slt i32 %spins, 400
-  %go = and i1 %quiet, %patient
-  br i1 %go, label %spin, label %enter
+  br i1 %quiet, label %linger, label %enter
+linger:
+  %busy = icmp slt i32 %spins, 200
+  br i1 %busy, label %spin, label %later
 spin:
   call void @pause(i32 2)
-  %more = add i32 %spins, 1
+  br label %idle
+later:                                   ; torch's own threads may want this core
+  %patient = icmp slt i32 %spins, 500
+  br i1 %patient, label %give, label %enter
+give:
+  %y = call i32 @sched_yield()
   br label %idle
 enter:
   %l = call i32 @pthread_mutex_lock(ptr @lock)
@@ -194,7 +234,7 @@ join:
   %pbytes = getelementptr %Job, ptr %job, i32 0, i32 4
   %bytes = load i64, ptr %pbytes
   %arena = call ptr @scratch(ptr %slot, i64 %bytes)
-  call void @run(ptr %job, ptr %arena)
+  call void @run(ptr %job, ptr %arena, i64 %range)
   %l2 = call i32 @pthread_mutex_lock(ptr @lock)
   %inside = load i64, ptr %phelpers
   %rest = sub i64 %inside, 1
@@ -219,13 +259,14 @@ hire:
   %enough = icmp sge i64 %have, %wanted
   br i1 %enough, label %post, label %create
 create:
-  %failed = call i32 @pthread_create(ptr %thread, ptr null, ptr @worker, ptr null)
+  %plus = add i64 %have, 1
+  %number = inttoptr i64 %plus to ptr
+  %failed = call i32 @pthread_create(ptr %thread, ptr null, ptr @worker, ptr %number)
   %bad = icmp ne i32 %failed, 0          ; fewer threads: slower, still right
   br i1 %bad, label %post, label %created
 created:
   %id = load i64, ptr %thread
   %d = call i32 @pthread_detach(i64 %id)
-  %plus = add i64 %have, 1
   store i64 %plus, ptr @workers
   br label %hire
 post:
@@ -235,7 +276,7 @@ post:
   store atomic ptr %job, ptr @jobs release, align 8
   %b = call i32 @pthread_cond_broadcast(ptr @work)
   %u = call i32 @pthread_mutex_unlock(ptr @lock)
-  call void @run(ptr %job, ptr %arena)
+  call void @run(ptr %job, ptr %arena, i64 0)
   %l2 = call i32 @pthread_mutex_lock(ptr @lock)
   store i64 0, ptr %pwanted
   br label %unlink
@@ -575,6 +616,23 @@ sized:
   store i64 %arena_bytes, ptr %j4
   %j6 = getelementptr %Job, ptr %job, i32 0, i32 6
   store i64 %wanted, ptr %j6
+  %single_thread = icmp slt i64 %threads, 1
+  %ranges = select i1 %single_thread, i64 1, i64 %threads
+  %nexts = alloca %Next, i64 %ranges, align 64
+  %j5 = getelementptr %Job, ptr %job, i32 0, i32 5
+  store ptr %nexts, ptr %j5
+  %j10 = getelementptr %Job, ptr %job, i32 0, i32 10
+  store i64 %ranges, ptr %j10
+  br label %cut
+cut:
+  %range = phi i64 [ 0, %sized ], [ %range1, %cut ]
+  %from = call i64 @range_begin(i64 %range, i64 %programs, i64 %ranges)
+  %pfrom = getelementptr %Next, ptr %nexts, i64 %range
+  store i64 %from, ptr %pfrom
+  %range1 = add i64 %range, 1
+  %uncut = icmp ult i64 %range1, %ranges
+  br i1 %uncut, label %cut, label %run
+run:
   %state = call ptr @PyEval_SaveThread()
   %kept = atomicrmw xchg ptr @spare, ptr null acquire   ; fresh memory would have to be mapped page by page
   %any_kept = icmp ne ptr %kept, null
@@ -594,7 +652,7 @@ together:
   call void @share(ptr %job, ptr %arena)
   br label %finished
 alone:
-  call void @run(ptr %job, ptr %arena)
+  call void @run(ptr %job, ptr %arena, i64 0)
   br label %finished
 finished:
   %pblock_size = getelementptr i8, ptr %slot, i64 8

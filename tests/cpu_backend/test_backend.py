@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ import triton
 import triton.language as tl
 from triton import knobs
 
-from torch_triton_dist.backends.cpu import compiler, ensure_registered, runtime, toolchain
+from torch_triton_dist.backends.cpu import compiler, driver, ensure_registered, runtime, toolchain
 from torch_triton_dist.backends.cpu.cache import CheckedCacheManager
 from torch_triton_dist.backends.cpu.driver import CPUDriver
 
@@ -244,6 +245,20 @@ def _matmul(a_ptr, b_ptr, c_ptr, M, N, K, am, ak, bk, bn, cm, cn, BM: tl.constex
         b_ptrs += BK * bk
     rows, cols = pid_m * BM + tl.arange(0, BM), pid_n * BN + tl.arange(0, BN)
     tl.store(c_ptr + rows[:, None] * cm + cols[None, :] * cn, acc, (rows[:, None] < M) & (cols[None, :] < N))
+
+
+@pytest.mark.parametrize(("milliseconds", "calls"), [(0.1, 100), (2.0, 13), (10.0, 5)])
+def test_short_kernels_are_timed_more_often(monkeypatch, milliseconds, calls):
+    """For the autotuner: as many calls as take 25 ms, 100 at most and at least 5, after one to warm up."""
+    made, now = [], [0.0]
+
+    def kernel_call():
+        made.append(0)
+        now[0] += milliseconds / 1e3
+
+    monkeypatch.setattr(driver, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
+    assert driver._benchmark(kernel_call, quantiles=(0.5, 0.0)) == pytest.approx([milliseconds] * 2)
+    assert len(made) == 1 + calls
 
 
 def _best(function, repeats: int) -> float:

@@ -58,7 +58,7 @@ CASES = [
     Case(AG, (2, 9, 40), (24,), dim=1, biases=(True,), layout="expanded"),
     Case(AG, (20, 1100), (70, 10)),  # more than one chunk of a row block
     Case(AG, (4, 2100), (70,), biases=(True,)),  # few rows, in parts of K
-    Case(AG, (130, 1033), (70,), biases=(True,), groups=4, splits=2),
+    Case(AG, (130, 1033), (70,), biases=(True,), groups=3, splits=2),
     Case(AG, (3, 30, 1100), (80,), dim=1, groups=2),
     Case(AG, (3, 30, 2100), (80,), dim=1, groups=4, splits=3),  # parts end inside of groups
     Case(AG, (130, 1033), (70,), biases=(True,), copied=True),

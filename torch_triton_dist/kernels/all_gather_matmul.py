@@ -79,6 +79,7 @@ SENDERS = 16
 SMALL_ROWS = {"cpu": 32, "cuda": 512}
 
 GROUPS = 4  # of columns that are sent one after the other and waited for inside a product, where the link takes as long as the products
+PAIR_GROUPS = 3  # the same between two ranks
 GROUPED_ROWS = 2048  # global rows up to which it does
 GROUP_DEPTH = 512  # columns of a group, at least
 LOOKS = 64  # looks at a flag before a program that should multiply helps to send
@@ -398,7 +399,7 @@ def plan(
         )
     if groups is None:
         few = device.type != "cpu" and dtype.itemsize == 2 and world * rows <= GROUPED_ROWS
-        groups = GROUPS if few and k >= GROUPS * GROUP_DEPTH and not copied else 1
+        groups = (PAIR_GROUPS if world == 2 else GROUPS) if few and k >= GROUPS * GROUP_DEPTH and not copied else 1
     if copied is None:
         copied = groups == 1 and _copies_pay(rows * k * dtype.itemsize, world, device, replayed)
     if copied and device.type == "cuda" and torch.version.hip is not None:

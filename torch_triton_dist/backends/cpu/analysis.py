@@ -40,19 +40,6 @@ _ADDRESS_OPS = SHAPE_OPS | frozenset(
 )
 
 
-def is_lazy(op: Op) -> bool:
-    """Whether the result of a tensor operation is an element-wise expression rather than a buffer."""
-    dialect = op.name.split(".")[0]
-    if has_effects(op):
-        return False
-    return op.name in SHAPE_OPS or dialect in ("arith", "math") or op.name in _LAZY_TT
-
-
-def has_effects(op: Op) -> bool:
-    """Whether an element-wise operation does more than compute its result: an external function that says so."""
-    return op.name == "tt.extern_elementwise" and op.attrs.get("pure") == "false"
-
-
 _LAZY_TT = frozenset(
     [
         "tt.addptr",
@@ -69,6 +56,19 @@ _LAZY_TT = frozenset(
 )
 
 
+def has_effects(op: Op) -> bool:
+    """Whether an element-wise operation does more than compute its result: an external function that says so."""
+    return op.name == "tt.extern_elementwise" and op.attrs.get("pure") == "false"
+
+
+def is_lazy(op: Op) -> bool:
+    """Whether the result of a tensor operation is an element-wise expression rather than a buffer."""
+    dialect = op.name.split(".")[0]
+    if has_effects(op):
+        return False
+    return op.name in SHAPE_OPS or dialect in ("arith", "math") or op.name in _LAZY_TT
+
+
 def op_cost(op: Op) -> int:
     """Rough cost of one element: 0 for index bookkeeping, 1 for plain arithmetic, 8 and more for divisions and functions."""
     if op.name in SHAPE_OPS or op.name == "arith.constant":
@@ -81,7 +81,7 @@ def op_cost(op: Op) -> int:
 @dataclass
 class Facts:
     """``uses``: uses of each SSA value. ``address``: values that only index memory, where signed overflow may be assumed absent
-    (which lets the C++ compiler see contiguous accesses). ``shared``: lazy values worth computing once into a buffer, because
+    (so that LLVM sees contiguous accesses). ``shared``: lazy values worth computing once into a buffer, because
     several loops would otherwise compute them again. ``reduced``: those of them, and results of loads, that a reduction uses
     first: its loop computes them and fills the buffer. ``streams``: results of loads that only one later store uses, mapped to
     that store's line: they can be loaded in its loop. ``fed``: results of loads that only one later dot uses: it loads them

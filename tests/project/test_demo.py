@@ -122,7 +122,9 @@ def wait_until(condition, seconds: float) -> bool:
 @pytest.mark.parametrize(("what", "option"), [("interrupt", []), ("a rank dies", [REPLICATED])], ids=["interrupt", "a rank dies"])
 def test_no_process_is_left(what, option):
     """In passing: the ranks are told whether the model is sequence parallel."""
-    process = subprocess.Popen([*DEMO, *option], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    # Tests that a shell has started in the background ignore SIGINT, and so would what they start.
+    heard = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
+    process = subprocess.Popen([*DEMO, *option], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **heard)
     started: set[int] = set()
     told = ""
     try:

@@ -149,7 +149,8 @@ def _changing_inputs(rank, world, launches):
 
 
 def _changing_inputs_in_runs(rank, world, launches):
-    """As `_changing_inputs`, with programs that take several tiles at once: three of them."""
+    """As `_changing_inputs`, with programs that take several tiles at once: three of them; and with numbers of senders, and between two
+    ranks with chunks, that differ from rank to rank."""
     from unittest import mock
 
     from torch_triton_dist.kernels import all_gather_matmul, matmul_reduce_scatter
@@ -158,20 +159,24 @@ def _changing_inputs_in_runs(rank, world, launches):
     torch.manual_seed(0)
     weight = torch.randn(256, 512, device=device, dtype=torch.bfloat16).sign()
     bad = torch.zeros((), device=device)
-    with (
-        mock.patch.object(all_gather_matmul, "PROCESSORS", 3),
-        mock.patch.object(matmul_reduce_scatter, "PROCESSORS", 3),
-        mock.patch.object(matmul_reduce_scatter, "share_of_round", lambda tiles, world, size: tiles),
-    ):
-        for launch in range(launches):
-            whole = _rows_of_launch(launch, rank, world * 512)
-            exact = (whole.float() @ weight.float()).bfloat16()
+    for launch in range(launches):
+        whole = _rows_of_launch(launch, rank, world * 512)
+        mine = whole.chunk(world)[rank]
+        exact = (whole.float() @ weight.float()).bfloat16()
+        with (
+            mock.patch.object(all_gather_matmul, "PROCESSORS", 3),
+            mock.patch.object(matmul_reduce_scatter, "PROCESSORS", 3),
+            mock.patch.object(matmul_reduce_scatter, "share_of_round", lambda tiles, world, size: tiles),
+        ):
             for copied in (False, True):
-                got, _ = all_gather_matmul.run(whole.chunk(world)[rank], weight, 512, name, world, None, False, groups=1, copied=copied)
+                got, _ = all_gather_matmul.run(mine, weight, 512, name, world, None, False, groups=1, copied=copied)
                 bad += (got != exact).sum()
             for staged in (False, True):
                 got = matmul_reduce_scatter.run(whole, weight, 512, "avg", name, world, None, staged=staged, splits=1)
                 bad += (got != exact.chunk(world)[rank]).sum()
+        for groups in (2, 3):  # the third has no columns
+            got, _ = all_gather_matmul.run(mine, weight, 512, name, world, None, False, groups=groups, senders=(32, 4, 16, 8)[rank])
+            bad += (got != exact).sum()
     return bad.item()
 
 
@@ -387,7 +392,7 @@ def _dies(rank, world, how, copied):
 @pytest.mark.parametrize("how", ["killed", "slow"])
 @pytest.mark.usefixtures("two_gpus")
 def test_a_rank_that_does_not_come(how, copied):
-    """Copies wait for the rank, too, in a stream that nobody can tell."""
+    """With copies, the launch that enters first waits for the rank, and a second launch lies behind both."""
     results = run_ranks(_dies, 2, how, copied, device="cuda", timeout=120, expect_exit=(1,) if how == "killed" else ())
     text, seconds = results[0]
     assert "rank 1" in text and seconds < 6, (text, seconds)

@@ -78,29 +78,72 @@ def test_tiles_that_the_model_does_not_know():
         return plan.constants["BLOCK_M"], plan.constants["BLOCK_N"], plan.constants["SPLITS"]
 
     with mock.patch.object(ag_mm, "copied_us", side_effect=AssertionError), mock.patch.object(ag_mm, "grouped_us", return_value=1.0):
+        ag_mm._form.cache_clear()
         assert chosen(64, 1024, 16) == (64, 64, 1)
         assert chosen(512, 1 << 20, 4) == (128, 256, 1)
         assert chosen(8192, 1 << 17, 2, copied=True) == (128, 256, 1)
+    ag_mm._form.cache_clear()
 
 
-def test_forecast_of_parts():
-    """Three programs, two tiles of the own rows and two of the peer's, the last in two parts: to those that had the own rows."""
-    tile_us, sent_us = 0.44 * 8192 / 64, 128 * 8192 * 2 / 350e3
-    with mock.patch.object(forecast, "PROCESSORS", 3):
-        problem = (128, 256, 8192, 2, 128, 4)
-        whole, parts = (forecast.grouped_us.__wrapped__(*problem, tail, 1 + tail, 0) for tail in (0, 1))
-        sends = forecast.grouped_us.__wrapped__(128, 128, 8192, 2, 128, 4, 0, 1, 2)
-    assert whole == pytest.approx(5 + 2 * tile_us)
-    assert parts == pytest.approx(5 + 1.5 * tile_us + 2.6 + 2 * 1.2 + 2 * 2 * 65536 / 4e6)
-    assert sends == pytest.approx(5 + 10.7 + sent_us + tile_us)  # two of three programs send before they multiply
+# A tile of 128 x 128 with K of 4096 takes 28 us; the times of bytes do not matter.
+SIMPLE = forecast.Constants(28 / 64, 2.0, 5.0, 1.0, 3.0, 1e12, 1e12, 8.0, 0.5, 2.0, 1.0, 1e15)
 
 
-def test_forecast_of_a_small_problem():
-    """The example of the module: two tiles of the peer wait for its rows, which have come after 14 and 3 us."""
+def test_forecast_of_sends():
+    """Two programs have one chunk to send, two, three and four: from 6 us on, 3 us each, 8 us on the way; half a microsecond later they
+    multiply, the one that finds no chunk from the start. In groups, the second chunk is the second group."""
+    assert forecast._sent(0, 1, 1, 2, SIMPLE) == ([17.0], [9.5, 5.0])
+    assert forecast._sent(0, 2, 1, 2, SIMPLE) == ([17.0], [9.5, 9.5])
+    assert forecast._sent(0, 3, 1, 2, SIMPLE) == ([20.0], [9.5, 12.5])
+    assert forecast._sent(0, 4, 1, 2, SIMPLE) == ([20.0], [12.5, 12.5])
+    assert forecast._sent(0, 1, 2, 1, SIMPLE) == ([17.0, 20.0], [12.5])
+    rates = SIMPLE._replace(sender=2.0, link=3.0)  # the link is full with two
+    assert forecast._sent(12, 1, 1, 1, rates) == ([17.0 + 12 / 2], [9.5 + 12 / 2])
+    assert forecast._sent(12, 2, 1, 2, rates) == ([17.0 + 6 / 1.5], [9.5 + 6 / 1.5] * 2)
+
+
+@pytest.mark.parametrize(
+    ("tail", "parts", "ends"),
+    [
+        (0, 1, [33, 33, 45, 61]),  # the last tile after one of the own
+        (1, 2, [33, 33, 45, 33 + 14 + 4]),  # half of it after each, and 2 + 2 * 1 us to store and add the halves
+        (3, 2, [33, 9.5 + 14 + 4, 5 + 14 + 4, 19 + 14 + 4, 23.5 + 14 + 4, 33 + 14 + 4]),  # an own tile, too
+    ],
+)
+def test_forecast_of_parts(tail, parts, ends):
+    """Three programs, one of which sends until 9.5 us; two own tiles, and two of the peer, whose rows come at 17 us: see the module."""
+    with mock.patch.object(forecast, "PROCESSORS", 3), mock.patch.object(forecast, "PAIR", SIMPLE):
+        us = forecast.grouped_us.__wrapped__(128, 256, 4096, 2, 128, 1, tail, parts, 1, 128)
+    assert us == pytest.approx(max(ends), abs=0.001)
+
+
+def test_forecast_of_groups_and_copies():
+    """A tile of the peer begins when its first columns have come, and waits for the last: at 17, 20, 23, 26 us. Four ranks send without
+    gaps. Copies come at the rate of the engines."""
+    with mock.patch.object(forecast, "PAIR", SIMPLE._replace(step=4 / 64)):
+        assert forecast.grouped_us.__wrapped__(128, 128, 4096, 2, 128, 4, 0, 1, 1, 128) == pytest.approx(26 + 1, abs=0.001)
     tile_us = 0.44 * 4096 / 64
-    assert forecast.grouped_us(128, 256, 4096, 2, 128, 1, 0, 1, 0) == pytest.approx(5 + 9 + (128 * 4096 * 2) / 350e3 + tile_us)
-    assert forecast.grouped_us(128, 256, 4096, 2, 128, 4, 0, 1, 0) == pytest.approx(5 + 9 + (128 * 4096 * 2) / 350e3 / 4 + tile_us)
+    for senders in (1, 16):
+        us = forecast.grouped_us.__wrapped__(128, 256, 4096, 4, 128, 1, 0, 1, senders, 32)
+        assert us == pytest.approx(5 + 9 + (3 * 128 * 4096 * 2) / 350e3 + tile_us)
     assert forecast.copied_us(128, 256, 4096, 2, 128) == pytest.approx((128 * 4096 * 2) / 375e3 + tile_us)
+
+
+def test_senders_between_two_ranks():
+    """What was fastest where many were measured. Each rank has its own number: what they share does not depend on it."""
+
+    def chosen(n, world=2, k=4096, **form):
+        return ag_mm.plan(
+            2048 // world, n, k, world, torch.bfloat16, inner=2048 // world, has_bias=False, gather=False, device=DEVICES[1], **form
+        )
+
+    few, many = chosen(4096), chosen(1024)
+    assert [plan.constants["SENDERS"] for plan in (few, chosen(2048), many)] == [8, 16, 32]
+    assert [plan.constants["CHUNK_M"] for plan in (few, chosen(2048), many)] == [128, 64, 32]
+    assert few.needs == many.needs and few.signature == many.signature
+    assert chosen(4096, senders=16).constants["SENDERS"] == 16
+    assert {chosen(n, 4).constants["SENDERS"] for n in (1024, 4096, 7168)} == {16}
+    assert chosen(1 << 20).constants["SENDERS"] == 16  # too many tiles for the model
 
 
 def test_tiles_when_rows_are_copied():
@@ -154,7 +197,7 @@ def test_runs_leave_room_for_what_stores_tiles():
     ("m", "k", "n", "world", "columns", "last"),
     [
         (4096, 8192, 7168, 4, 256, (0, 1)),
-        (2048, 8192, 2560, 2, 256, (44, 2)),
+        (2048, 8192, 2560, 2, 256, (28, 2)),  # with 32 senders; with 16, 44 tiles in two parts take as long
         (2048, 8192, 2048, 2, 256, (12, 4)),
         (1024, 8192, 2048, 2, 128, (12, 4)),
     ],

@@ -14,9 +14,9 @@ Protocol. Chunks to send and tiles are claimed from two counters.
     other  tiles T .. W*T-1, of the first row blocks of all peers, then of the second, as they arrive: wait for the flags [source][b][.] of
            the row block, then the same. With several groups: wait for a group, multiply its columns, wait for the next
     keep   (only with a GATHERED output) claims behind those of the tiles: wait for flag [source][b][g], copy a chunk into GATHERED
-The last SENDERS programs send before they multiply: as many as fill the link. The others start with their own rows. With one group every
-program, before it waits for the first time, sees to it that nothing is left to be sent; with several, before it waits for a group that does
-not come soon, that nothing is left of this group and those before.
+The last SENDERS programs, as many as this rank chooses, send before they multiply. The others start with their own rows. With one group
+every program, before it waits for the first time, sees to it that nothing is left to be sent; with several, before it waits for a group
+that does not come soon, that nothing is left of this group and those before.
 
 COPIED: copy engines send the rows (`copies.py` has that protocol); there are no sends, and every program multiplies. Slots and flags lie in
 the landing area, a flag for each part of a shard, and tiles of others go in the order in which parts arrive.
@@ -47,7 +47,9 @@ place.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import itertools
+from typing import NamedTuple
 
 import torch
 
@@ -73,8 +75,9 @@ from .tiles import (
 NAME = "all_gather_matmul"
 KERNEL_ID = 1
 
-# Programs that send before they multiply: these fill the link.
+# Programs that send before they multiply. Between two ranks, which have less to send, it depends on the tiles how many of these are best.
 SENDERS = 16
+PAIR_SENDERS = (16, 20, 24, 32, 8)  # the first of those that are alike
 # Global rows up to which `all_gather_matmul_small` is faster; on the CPU, just to use it.
 SMALL_ROWS = {"cpu": 32, "cuda": 512}
 
@@ -86,7 +89,7 @@ LOOKS = 64  # looks at a flag before a program that should multiply helps to sen
 STEP = 1 << 14  # elements that a program loads, then stores, when it sends
 RUN_ROUNDS = 3  # wide tiles of a processor from which on they are multiplied in runs
 NARROW_RUN_ROUNDS = 8  # others; fewer were not measured
-# From so many bytes that a rank sends on, copy engines do it: to enter, and to begin behind that, takes some 15 us. Where it was measured.
+# From so many bytes that a rank sends on, copy engines do it: with fewer, to enter costs more than they save. Where it was measured.
 COPIED_BYTES = 16 << 20
 COPIED_WORLDS = (2, 4)
 # The same outside of CUDA graphs. There a launch with copies takes the host 0.1 ms longer: the GPU has to be busy for that time, too.
@@ -338,31 +341,64 @@ def keeps_gathered(widths: list[int], return_gathered: bool) -> bool:
     return return_gathered or len(widths) > 1 or max(widths) == 0
 
 
-def _tile_and_parts(
-    rows: int, n: int, k: int, world: int, groups: int, tiles: Sequence[Tile], splits: int | None, scratch: int
-) -> tuple[Tile, int, int]:
-    """One of `tiles`, how many of its last tiles are multiplied in parts of K, and in how many parts (`splits`, if that is given): what
-    ends first by `forecast.py`, parts if they save 1 %. scratch: bytes for parts.
+class _Form(NamedTuple):
+    """What programs multiply and send: a rank's own choice but for `tile.m`."""
+
+    tile: Tile
+    tail: int  # tiles that are multiplied in parts of K, the last ones
+    parts: int  # in how many
+    senders: int
+
+
+@functools.cache
+def _form(
+    rows: int,
+    n: int,
+    k: int,
+    world: int,
+    groups: int,
+    tiles: tuple[Tile, ...],
+    splits: int | None,
+    scratch: int,
+    senders: tuple[int, ...],
+) -> _Form:
+    """One of `tiles` and of `senders`, how many of the last tiles are multiplied in parts of K, and in how many parts (`splits`, if that is
+    given): what ends first by `forecast.py`, parts if they save 1 %. scratch: bytes for parts.
 
     Wide tiles stay whole if they are the only round: at 1024 rows, parts took 107 us where narrow tiles take 84 us. So do tiles of fewer
     than 128 rows (groups of more than four ranks), of which nothing was measured."""
 
-    def time_us(form: tuple[Tile, int, int]) -> float:
-        tile, tail, parts = form
-        return grouped_us(rows, n, k, world, tile.n, groups, tail, parts, SENDERS) * (1.01 if parts > 1 else 1)
+    def time_us(form: _Form) -> float:
+        tile, tail, parts, sending = form
+        chunk = _chunk_rows(rows, k, 2, groups, world, tile.m, sending)
+        return grouped_us(rows, n, k, world, tile.n, groups, tail, parts, sending, chunk) * (1.01 if parts > 1 else 1)
 
-    forms = [(tile, 0, 1) for tile in tiles] if splits in (None, 1) else []
-    for tile in tiles:
+    forms = []
+    for tile, sending in itertools.product(tiles, senders):
         count = world * cdiv(rows, tile.m) * cdiv(n, tile.n)
+        if splits in (None, 1):
+            forms.append(_Form(tile, 0, 1, sending))
         parts_may_pay = tile.m == 128 and (tile.n <= 128 or count >= PROCESSORS - SENDERS)
         for parts in (PARTS[1:] if parts_may_pay else ()) if splits is None else {splits} - {1}:
             most = scratch // (parts * tile.m * tile.n * 4)
-            left = {count % PROCESSORS, count % (PROCESSORS - SENDERS) if groups > 1 else 0} - {0}
-            forms += [(tile, tail, parts) for tail in sorted({min(tail, most) for tail in left} - {0})]
-            forms += [(tile, 0, 1)] if splits and not left else []
+            left = {count % PROCESSORS, count % (PROCESSORS - sending) if groups > 1 else 0} - {0}
+            forms += [_Form(tile, tail, parts, sending) for tail in sorted({min(tail, most) for tail in left} - {0})]
+            forms += [_Form(tile, 0, 1, sending)] if splits and not left else []
     if not forms:
         raise ValueError(f"{NAME}: the last of {count} tiles of {tile.m} x {tile.n} are not to be multiplied in {splits} parts")
     return min(forms, key=time_us) if len(forms) > 1 else forms[0]
+
+
+def _chunk_rows(rows: int, k: int, itemsize: int, groups: int, world: int, block_rows: int, senders: int) -> int:
+    """Rows of a chunk, of a row block of `block_rows`: 64 KiB or more for each peer, as far as that leaves one for every program. Between
+    two ranks, where a chunk costs a claim and a wait for its stores as one for three peers does, more: in groups as many as leave one of
+    each group for each sender."""
+    chunk_m = power_of_two((1 << 16) // (align(cdiv(k, groups)) * itemsize))
+    chunk_m = max(chunk_m, block_rows // power_of_two(cdiv(PROCESSORS, max(1, cdiv(rows, block_rows)))))
+    if world == 2:
+        each = power_of_two(rows // senders + 1) // 2
+        chunk_m = max(16, each) if groups > 1 else max(chunk_m, min(4 * chunk_m, each))
+    return min(block_rows, chunk_m)
 
 
 def plan(
@@ -423,18 +459,18 @@ def plan(
     scratch = 0
     if splits is not None or (groups > 1 and device.type == "cuda" and dtype.itemsize == 2):
         scratch = scratch_bytes(gathered, 2 * slot_bytes + landing)
-    tile, tail, splits = _tile_and_parts(rows, n, k, world, groups, possible, splits, 0 if many else scratch)
+    if senders is not None or groups == 1 or many or world != 2 or device.type == "cpu":
+        allowed: tuple[int, ...] = (senders or SENDERS,)
+    else:
+        allowed = PAIR_SENDERS
+    tile, tail, splits, senders = _form(rows, n, k, world, groups, tuple(possible), splits, 0 if many else scratch, allowed)
     tma = tma if tile.m >= TMA_ROWS else ""
     tiles_m, tiles_n = cdiv(rows, tile.m), cdiv(n, tile.n)
     tiles = world * tiles_m * tiles_n
     claims = tiles + tail * (splits - 1)
-    programs = grid_programs(claims + (SENDERS if groups > 1 else 0), device.type, device.index)
-    # Chunks of 64 KiB or more for each peer, as far as that leaves one for every program.
+    programs = grid_programs(claims + (senders if groups > 1 else 0), device.type, device.index)
     group_k = align(cdiv(k, groups))
-    chunk_m = max(power_of_two((1 << 16) // (group_k * dtype.itemsize)), tile.m // power_of_two(cdiv(PROCESSORS, max(1, tiles_m))))
-    if world == 2:  # a chunk for one peer costs a claim and a wait for its stores, as one for three does; each sender still gets one
-        chunk_m = max(chunk_m, min(4 * chunk_m, power_of_two(rows // SENDERS + 1) // 2))
-    chunk_m = min(tile.m, chunk_m)
+    chunk_m = _chunk_rows(rows, k, dtype.itemsize, groups, world, tile.m, senders)
     # With sends in the same kernel, runs would spill registers. With fewer tiles they gain nothing.
     least = PROCESSORS * (RUN_ROUNDS if tile.n == 256 else NARROW_RUN_ROUNDS)
     stages = run_stages(tile, dtype.itemsize) if copied and tma and splits == 1 and tiles >= least else 0
@@ -450,7 +486,7 @@ def plan(
         "LOOKS": LOOKS,
         "GROUP_K": group_k,
         "GROUPS": groups,
-        "SENDERS": senders or SENDERS,
+        "SENDERS": senders,
         "COPIED": copied,
         "HEADER": landing_header(world) // WORD,
         "SPLITS": splits,
